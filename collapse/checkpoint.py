@@ -1,0 +1,268 @@
+"""A Hugging Face checkpoint on disk, read lazily: headers first, tensor bytes only when asked for.
+
+Nothing here runs code from the model folder, opens a pickle, or follows an index out of the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from collapse.canonical import digest, file_digest
+from collapse.errors import CheckpointError, UnsupportedError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100_000_000  # the limit of the safetensors library itself
+DTYPE_BITS: Mapping[str, int] = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+}  # fmt: skip
+FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies: `start` and `stop` are byte offsets in `file`, a name relative to the root."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return self.stop - self.start
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A local checkpoint directory.
+
+    `config` is config.json as it stands; `tensors` maps every tensor name in the safetensors files to its
+    place, in the order of (file, offset). `label` is how reports call it: never a path of this machine.
+    """
+
+    root: Path
+    label: str
+    config: Mapping[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @cached_property
+    def weight_files(self) -> tuple[str, ...]:
+        """Names of the safetensors files, sorted."""
+        return tuple(sorted({info.file for info in self.tensors.values()}))
+
+    @cached_property
+    def file_digests(self) -> Mapping[str, str]:
+        """SHA-256 of every file that defines the model: weights, config, tokenizer, templates."""
+        names = (*self.weight_files, *self.side_files)
+        return {name: file_digest(self.root / name) for name in names}
+
+    @cached_property
+    def side_files(self) -> tuple[str, ...]:
+        """Names of the non-weight files that travel with the model, sorted."""
+        names = []
+        for path in sorted(self.root.iterdir()):
+            if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != INDEX:
+                names.append(path.name)
+        return tuple(name for name in names if name not in {"collapse.json", "report.json"})
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over the names and digests of all files that define the model."""
+        return digest(dict(self.file_digests))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors, without headers."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def model_type(self) -> str:
+        """The `model_type` of config.json."""
+        return str(self.config["model_type"])
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """Return a side file as JSON, or None where there is none."""
+        path = self.root / name
+        return read_json(path) if path.is_file() else None
+
+    def read_bytes(self, name: str) -> bytes:
+        """Return the data of tensor `name`."""
+        info = self.tensors[name]
+        with (self.root / info.file).open("rb") as stream:
+            stream.seek(info.start)
+            return stream.read(info.nbytes)
+
+    @classmethod
+    def open(cls, spec: str | Path) -> Checkpoint:
+        """Open a checkpoint directory; raises `CheckpointError` naming the file and what is wrong with it.
+
+        GGUF files and hub ids are resolved to a local directory by `collapse.sources.resolve`.
+        """
+        root = Path(spec)
+        if not root.is_dir():
+            raise CheckpointError("no such model directory", where=str(spec), fix="give a directory with config.json")
+        if not (root / "config.json").is_file():
+            raise CheckpointError("no config.json", where=str(spec), fix="give the directory of a Hugging Face model")
+        config = read_json(root / "config.json")
+        if "auto_map" in config:
+            raise UnsupportedError(
+                "config.json asks for remote code (auto_map)", where=str(spec), fix="collapse never runs it"
+            )
+        if not isinstance(config.get("model_type"), str):
+            raise CheckpointError("config.json has no model_type", where=str(spec), fix="give a transformers config")
+        tensors = _read_headers(root)
+        return cls(root, root.resolve().name, config, tensors)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raises `CheckpointError` with the line where it breaks."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"not valid JSON ({error})", where=str(path), fix="fetch the file again") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror})", where=str(path)) from None
+    if not isinstance(value, dict):
+        raise CheckpointError("not a JSON object", where=str(path), fix="fetch the file again")
+    return value
+
+
+def _read_headers(root: Path) -> dict[str, TensorInfo]:
+    indexed = root / INDEX
+    if indexed.is_file():
+        weight_map = read_json(indexed).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError("no weight_map", where=str(indexed), fix="fetch the index again")
+        files = sorted({_safe_name(root, str(name), indexed) for name in weight_map.values()})
+    elif (root / SINGLE).is_file():
+        weight_map, files = None, [_safe_name(root, SINGLE, root)]
+    else:
+        raise _no_weights(root)
+    _refuse_strays(root, files)
+    tensors: dict[str, TensorInfo] = {}
+    for name in files:
+        for info in read_header(root / name, name):
+            if info.name in tensors:
+                raise CheckpointError(f"tensor {info.name} is also in {tensors[info.name].file}", where=name)
+            tensors[info.name] = info
+    for tensor, name in (weight_map or {}).items():
+        if tensor not in tensors or tensors[tensor].file != name:
+            raise CheckpointError(f"the index promises {tensor}, which is not there", where=str(name))
+    return tensors
+
+
+def _no_weights(root: Path) -> CheckpointError:
+    others = sorted(p.name for p in root.iterdir() if p.suffix in FOREIGN_WEIGHTS or p.suffix == ".safetensors")
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in others):
+        return CheckpointError(
+            f"only pickled weights ({others[0]}), which can run code when opened",
+            where=str(root),
+            fix="convert them to safetensors first",
+        )
+    return CheckpointError(f"no {SINGLE} and no {INDEX}", where=str(root), fix="give a safetensors checkpoint")
+
+
+def _safe_name(root: Path, name: str, where: Path) -> str:
+    """Return `name` if it is a plain file right inside `root`; symlinks may lead to a hub cache's blobs."""
+    pure = PurePosixPath(name)
+    if "\0" in name or "\\" in name or pure.is_absolute() or len(pure.parts) != 1 or name in {".", ".."}:
+        raise CheckpointError(f"names a file outside the model: {name!r}", where=str(where), fix="do not trust it")
+    path = root / name
+    if not path.is_file():
+        raise CheckpointError(f"the weight file {name} is missing or no plain file", where=str(root))
+    if path.is_symlink() and not _within_cache(path, root):
+        raise CheckpointError(f"the weight file {name} is a link out of the model", where=str(root))
+    return name
+
+
+def _within_cache(path: Path, root: Path) -> bool:
+    """A hub cache links `snapshots/<revision>/<name>` to `blobs/<digest>` two levels up; nothing else is followed."""
+    target = path.resolve()
+    return target.is_relative_to(root.resolve()) or target.parent == root.resolve().parent.parent / "blobs"
+
+
+def _refuse_strays(root: Path, files: list[str]) -> None:
+    strays = sorted(p.name for p in root.iterdir() if p.suffix == ".safetensors" and p.name not in files)
+    if strays:
+        raise CheckpointError(
+            f"weight file {strays[0]} is not part of the model", where=str(root), fix="move it out of the directory"
+        )
+
+
+def read_header(path: Path, name: str) -> tuple[TensorInfo, ...]:
+    """Read and check the header of one safetensors file; the tensors come in order of offset.
+
+    Raises `CheckpointError` on a truncated file, bad JSON, duplicate names, a size that does not match dtype
+    and shape, and on bytes that overlap or that no tensor owns.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > MAX_HEADER or 8 + length > size:
+            raise CheckpointError("the safetensors header is damaged or cut short", where=name, fix="fetch it again")
+        raw = stream.read(length)
+    try:
+        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"the safetensors header is damaged ({error})", where=name, fix="fetch it again") from None
+    if not isinstance(header, dict):
+        raise CheckpointError("the safetensors header is no object", where=name, fix="fetch it again")
+    header.pop("__metadata__", None)
+    base = 8 + length
+    infos = sorted((_tensor_info(key, entry, name, base) for key, entry in header.items()), key=lambda i: (i.start, i.stop))
+    end = base
+    for info in infos:
+        if info.start != end:
+            kind = "overlap" if info.start < end else "leave a gap"
+            raise CheckpointError(f"the bytes of {info.name} {kind}", where=name, fix="fetch it again")
+        end = info.stop
+    if end != size:
+        what = f"cut short: {end} bytes promised, {size} there" if end > size else f"{size - end} bytes after the data"
+        raise CheckpointError(what, where=name, fix="fetch it again")
+    return tuple(infos)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name stands twice")
+    return result
+
+
+def _tensor_info(name: str, entry: Any, file: str, base: int) -> TensorInfo:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+    except (TypeError, KeyError, ValueError):
+        whole = False
+    if not whole or dtype not in DTYPE_BITS:
+        raise CheckpointError(f"the entry of {name} is damaged or of an unknown dtype", where=file, fix="fetch it again")
+    info = TensorInfo(name, dtype, shape, file, base + start, base + stop)
+    if info.numel * DTYPE_BITS[dtype] != info.nbytes * 8:
+        raise CheckpointError(f"the size of {name} does not match its dtype and shape", where=file, fix="fetch it again")
+    return info
+
+
+def same_file(left: Path, right: Path) -> bool:
+    """Whether both paths name the same existing file or directory."""
+    return left.exists() and right.exists() and os.path.samefile(left, right)

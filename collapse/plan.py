@@ -1,0 +1,205 @@
+"""The plan: ordered rewrites with their evidence. The only thing that passes between deciding and doing.
+
+A plan is data, not code: it can be read in a pull request, compared, and applied on another machine.
+It has one digest; two plans with the same digest collapse the same source to the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from collapse.canonical import digest, dumps
+from collapse.errors import PlanError
+
+Grade = Literal["proved", "certified", "measured"]
+Stage = Literal["fuse", "short-circuit", "erase"]
+Replacement = Literal["zero", "identity", "constant"]
+
+
+class Record(BaseModel):
+    """Base of everything that crosses a file boundary: frozen, and unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Evidence(Record):
+    """Why a rewrite is allowed.
+
+    `proved` follows from graph and schema, and the logits are equal. `certified` is a statistical bound on
+    data that chose nothing. `measured` is a loss that was measured and promises nothing.
+    """
+
+    grade: Grade
+    claim: str = Field(description="one sentence that can be true or false")
+    method: str = Field(description="how the claim was reached")
+    figures: dict[str, float | int | str] = Field(default_factory=dict)
+
+
+class IndexSet(Record):
+    """A sorted set of row numbers, stored as half-open runs `[start, stop)` so that a plan stays readable."""
+
+    runs: tuple[tuple[int, int], ...]
+
+    @field_validator("runs")
+    @classmethod
+    def _ascending(cls, runs: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        end = -1
+        for start, stop in runs:
+            if start <= end or stop <= start:
+                raise ValueError(f"runs must be non-empty, ascending and apart, got [{start}, {stop}) after {end}")
+            end = stop
+        return runs
+
+    @classmethod
+    def of(cls, indices: Iterable[int]) -> IndexSet:
+        """Return the set of the given non-negative integers."""
+        runs: list[list[int]] = []
+        for index in sorted(set(indices)):
+            if runs and runs[-1][1] == index:
+                runs[-1][1] = index + 1
+            else:
+                runs.append([index, index + 1])
+        return cls(runs=tuple((start, stop) for start, stop in runs))
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+    def __iter__(self) -> Iterator[int]:  # type: ignore[override]
+        for start, stop in self.runs:
+            yield from range(start, stop)
+
+    def __contains__(self, index: int) -> bool:
+        return any(start <= index < stop for start, stop in self.runs)
+
+
+class Axis(Record):
+    """One dimension of one checkpoint tensor."""
+
+    tensor: str
+    dim: int
+
+
+class _Rewrite(Record):
+    pass_name: str = Field(alias="pass")
+    site: str = Field(description="the module path, tensor or axis that collapses")
+    evidence: Evidence
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="dotted config.json path -> the value that says so natively"
+    )
+
+
+class Erase(_Rewrite):
+    """The named checkpoint tensors are not written; nothing reads them."""
+
+    kind: Literal["erase"] = "erase"
+    tensors: tuple[str, ...]
+
+
+class ShortCircuit(_Rewrite):
+    """The module at `site` is replaced by zero, by its input, or by a constant, and its tensors go.
+
+    `constant` has the shape of the module's output without its batch and sequence dimensions.
+    """
+
+    kind: Literal["short-circuit"] = "short-circuit"
+    by: Replacement
+    constant: tuple[float, ...] | None = None
+    tensors: tuple[str, ...]
+    stage: Stage = "erase"
+    placeholder: bool = False
+    threshold: float | None = Field(default=None, description="fuse: the detector's threshold, in nats")
+
+
+class Narrow(_Rewrite):
+    """Of every axis in `axes`, all of the same `size`, only the rows in `kept` remain, in ascending order.
+
+    `relabels` says what the row numbers are: token ids (inputs, tokenizer and config are renumbered too),
+    or positions.
+    """
+
+    kind: Literal["narrow"] = "narrow"
+    axes: tuple[Axis, ...]
+    size: int
+    kept: IndexSet
+    relabels: Literal["tokens", "positions"]
+
+    @property
+    def dropped(self) -> int:
+        """Number of rows that go."""
+        return self.size - len(self.kept)
+
+
+class Specialise(_Rewrite):
+    """A config switch that the schema decides; no tensor changes."""
+
+    kind: Literal["specialise"] = "specialise"
+
+
+Rewrite = Annotated[Erase | ShortCircuit | Narrow | Specialise, Field(discriminator="kind")]
+
+
+class Skipped(Record):
+    """A site that a pass looked at and left, with the reason; reports list them as near misses."""
+
+    pass_name: str = Field(alias="pass")
+    site: str
+    reason: str
+    figures: dict[str, float | int | str] = Field(default_factory=dict)
+
+
+class Plan(Record):
+    """Ordered rewrites for one source under one schema.
+
+    `source` is the digest of the source checkpoint's files, `schema_digest` that of the contract.
+    `created_by` holds the versions that decided; they are part of the digest, since another version may
+    decide otherwise.
+    """
+
+    format: Literal["collapse-plan/1"] = "collapse-plan/1"
+    source: str
+    model_type: str
+    input_schema: dict[str, Any] = Field(alias="schema")
+    schema_digest: str
+    stage: Stage = "erase"
+    rewrites: tuple[Rewrite, ...]
+    skipped: tuple[Skipped, ...] = ()
+    created_by: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON of the plan."""
+        return digest(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as plain JSON values."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def save(self, path: Path) -> None:
+        """Write the plan to `path` as canonical JSON."""
+        path.write_text(dumps(self.to_json()), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read a plan; raises `PlanError` with the field and what is wrong with it."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise PlanError(f"cannot be read ({error.strerror})", where=str(path)) from error
+        except ValidationError as error:
+            raise PlanError(first_problem(error), where=str(path), fix="make a new one with `collapse plan`") from None
+
+    def of_kind(self, kind: type[Any]) -> tuple[Any, ...]:
+        """Return the rewrites of one kind, in order."""
+        return tuple(rewrite for rewrite in self.rewrites if isinstance(rewrite, kind))
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first problem of a pydantic error as `field = value: what is allowed`."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "document"
+    shown = repr(first.get("input"))
+    return f"field {field} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {first['msg'].lower()}"
