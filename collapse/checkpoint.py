@@ -120,16 +120,22 @@ class Checkpoint:
         """
         root = Path(spec)
         if not root.is_dir():
-            raise CheckpointError("no such model directory", where=str(spec), fix="give a directory with config.json")
+            raise CheckpointError(
+                "no such model directory", where=str(spec), fix="give a directory with config.json"
+            )
         if not (root / "config.json").is_file():
-            raise CheckpointError("no config.json", where=str(spec), fix="give the directory of a Hugging Face model")
+            raise CheckpointError(
+                "no config.json", where=str(spec), fix="give the directory of a Hugging Face model"
+            )
         config = read_json(root / "config.json")
         if "auto_map" in config:
             raise UnsupportedError(
                 "config.json asks for remote code (auto_map)", where=str(spec), fix="collapse never runs it"
             )
         if not isinstance(config.get("model_type"), str):
-            raise CheckpointError("config.json has no model_type", where=str(spec), fix="give a transformers config")
+            raise CheckpointError(
+                "config.json has no model_type", where=str(spec), fix="give a transformers config"
+            )
         tensors = _read_headers(root)
         return cls(root, root.resolve().name, config, tensors)
 
@@ -139,7 +145,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not valid JSON ({error})", where=str(path), fix="fetch the file again") from None
+        raise CheckpointError(
+            f"not valid JSON ({error})", where=str(path), fix="fetch the file again"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error.strerror})", where=str(path)) from None
     if not isinstance(value, dict):
@@ -172,21 +180,27 @@ def _read_headers(root: Path) -> dict[str, TensorInfo]:
 
 
 def _no_weights(root: Path) -> CheckpointError:
-    others = sorted(p.name for p in root.iterdir() if p.suffix in FOREIGN_WEIGHTS or p.suffix == ".safetensors")
+    others = sorted(
+        p.name for p in root.iterdir() if p.suffix in FOREIGN_WEIGHTS or p.suffix == ".safetensors"
+    )
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in others):
         return CheckpointError(
             f"only pickled weights ({others[0]}), which can run code when opened",
             where=str(root),
             fix="convert them to safetensors first",
         )
-    return CheckpointError(f"no {SINGLE} and no {INDEX}", where=str(root), fix="give a safetensors checkpoint")
+    return CheckpointError(
+        f"no {SINGLE} and no {INDEX}", where=str(root), fix="give a safetensors checkpoint"
+    )
 
 
 def _safe_name(root: Path, name: str, where: Path) -> str:
     """Return `name` if it is a plain file right inside `root`; symlinks may lead to a hub cache's blobs."""
     pure = PurePosixPath(name)
     if "\0" in name or "\\" in name or pure.is_absolute() or len(pure.parts) != 1 or name in {".", ".."}:
-        raise CheckpointError(f"names a file outside the model: {name!r}", where=str(where), fix="do not trust it")
+        raise CheckpointError(
+            f"names a file outside the model: {name!r}", where=str(where), fix="do not trust it"
+        )
     path = root / name
     if not path.is_file():
         raise CheckpointError(f"the weight file {name} is missing or no plain file", where=str(root))
@@ -205,7 +219,9 @@ def _refuse_strays(root: Path, files: list[str]) -> None:
     strays = sorted(p.name for p in root.iterdir() if p.suffix == ".safetensors" and p.name not in files)
     if strays:
         raise CheckpointError(
-            f"weight file {strays[0]} is not part of the model", where=str(root), fix="move it out of the directory"
+            f"weight file {strays[0]} is not part of the model",
+            where=str(root),
+            fix="move it out of the directory",
         )
 
 
@@ -219,17 +235,24 @@ def read_header(path: Path, name: str) -> tuple[TensorInfo, ...]:
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > MAX_HEADER or 8 + length > size:
-            raise CheckpointError("the safetensors header is damaged or cut short", where=name, fix="fetch it again")
+            raise CheckpointError(
+                "the safetensors header is damaged or cut short", where=name, fix="fetch it again"
+            )
         raw = stream.read(length)
     try:
         header = json.loads(raw, object_pairs_hook=_no_duplicates)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"the safetensors header is damaged ({error})", where=name, fix="fetch it again") from None
+        raise CheckpointError(
+            f"the safetensors header is damaged ({error})", where=name, fix="fetch it again"
+        ) from None
     if not isinstance(header, dict):
         raise CheckpointError("the safetensors header is no object", where=name, fix="fetch it again")
     header.pop("__metadata__", None)
     base = 8 + length
-    infos = sorted((_tensor_info(key, entry, name, base) for key, entry in header.items()), key=lambda i: (i.start, i.stop))
+    infos = sorted(
+        (_tensor_info(key, entry, name, base) for key, entry in header.items()),
+        key=lambda i: (i.start, i.stop),
+    )
     end = base
     for info in infos:
         if info.start != end:
@@ -237,7 +260,11 @@ def read_header(path: Path, name: str) -> tuple[TensorInfo, ...]:
             raise CheckpointError(f"the bytes of {info.name} {kind}", where=name, fix="fetch it again")
         end = info.stop
     if end != size:
-        what = f"cut short: {end} bytes promised, {size} there" if end > size else f"{size - end} bytes after the data"
+        what = (
+            f"cut short: {end} bytes promised, {size} there"
+            if end > size
+            else f"{size - end} bytes after the data"
+        )
         raise CheckpointError(what, where=name, fix="fetch it again")
     return tuple(infos)
 
@@ -256,10 +283,14 @@ def _tensor_info(name: str, entry: Any, file: str, base: int) -> TensorInfo:
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole or dtype not in DTYPE_BITS:
-        raise CheckpointError(f"the entry of {name} is damaged or of an unknown dtype", where=file, fix="fetch it again")
+        raise CheckpointError(
+            f"the entry of {name} is damaged or of an unknown dtype", where=file, fix="fetch it again"
+        )
     info = TensorInfo(name, dtype, shape, file, base + start, base + stop)
     if info.numel * DTYPE_BITS[dtype] != info.nbytes * 8:
-        raise CheckpointError(f"the size of {name} does not match its dtype and shape", where=file, fix="fetch it again")
+        raise CheckpointError(
+            f"the size of {name} does not match its dtype and shape", where=file, fix="fetch it again"
+        )
     return info
 
 
