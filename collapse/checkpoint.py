@@ -6,7 +6,6 @@ Nothing here runs code from the model folder, opens a pickle, or follows an inde
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,22 +119,16 @@ class Checkpoint:
         """
         root = Path(spec)
         if not root.is_dir():
-            raise CheckpointError(
-                "no such model directory", where=str(spec), fix="give a directory with config.json"
-            )
+            raise CheckpointError("no such model directory", where=str(spec), fix="give a directory with config.json")
         if not (root / "config.json").is_file():
-            raise CheckpointError(
-                "no config.json", where=str(spec), fix="give the directory of a Hugging Face model"
-            )
+            raise CheckpointError("no config.json", where=str(spec), fix="give the directory of a Hugging Face model")
         config = read_json(root / "config.json")
         if "auto_map" in config:
             raise UnsupportedError(
                 "config.json asks for remote code (auto_map)", where=str(spec), fix="collapse never runs it"
             )
         if not isinstance(config.get("model_type"), str):
-            raise CheckpointError(
-                "config.json has no model_type", where=str(spec), fix="give a transformers config"
-            )
+            raise CheckpointError("config.json has no model_type", where=str(spec), fix="give a transformers config")
         tensors = _read_headers(root)
         return cls(root, root.resolve().name, config, tensors)
 
@@ -145,9 +138,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"not valid JSON ({error})", where=str(path), fix="fetch the file again"
-        ) from None
+        raise CheckpointError(f"not valid JSON ({error})", where=str(path), fix="fetch the file again") from None
     except OSError as error:
         raise CheckpointError(f"cannot be read ({error.strerror})", where=str(path)) from None
     if not isinstance(value, dict):
@@ -180,27 +171,21 @@ def _read_headers(root: Path) -> dict[str, TensorInfo]:
 
 
 def _no_weights(root: Path) -> CheckpointError:
-    others = sorted(
-        p.name for p in root.iterdir() if p.suffix in FOREIGN_WEIGHTS or p.suffix == ".safetensors"
-    )
+    others = sorted(p.name for p in root.iterdir() if p.suffix in FOREIGN_WEIGHTS or p.suffix == ".safetensors")
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in others):
         return CheckpointError(
             f"only pickled weights ({others[0]}), which can run code when opened",
             where=str(root),
             fix="convert them to safetensors first",
         )
-    return CheckpointError(
-        f"no {SINGLE} and no {INDEX}", where=str(root), fix="give a safetensors checkpoint"
-    )
+    return CheckpointError(f"no {SINGLE} and no {INDEX}", where=str(root), fix="give a safetensors checkpoint")
 
 
 def _safe_name(root: Path, name: str, where: Path) -> str:
     """Return `name` if it is a plain file right inside `root`; symlinks may lead to a hub cache's blobs."""
     pure = PurePosixPath(name)
     if "\0" in name or "\\" in name or pure.is_absolute() or len(pure.parts) != 1 or name in {".", ".."}:
-        raise CheckpointError(
-            f"names a file outside the model: {name!r}", where=str(where), fix="do not trust it"
-        )
+        raise CheckpointError(f"names a file outside the model: {name!r}", where=str(where), fix="do not trust it")
     path = root / name
     if not path.is_file():
         raise CheckpointError(f"the weight file {name} is missing or no plain file", where=str(root))
@@ -235,9 +220,7 @@ def read_header(path: Path, name: str) -> tuple[TensorInfo, ...]:
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if size < 8 or length > MAX_HEADER or 8 + length > size:
-            raise CheckpointError(
-                "the safetensors header is damaged or cut short", where=name, fix="fetch it again"
-            )
+            raise CheckpointError("the safetensors header is damaged or cut short", where=name, fix="fetch it again")
         raw = stream.read(length)
     try:
         header = json.loads(raw, object_pairs_hook=_no_duplicates)
@@ -260,11 +243,7 @@ def read_header(path: Path, name: str) -> tuple[TensorInfo, ...]:
             raise CheckpointError(f"the bytes of {info.name} {kind}", where=name, fix="fetch it again")
         end = info.stop
     if end != size:
-        what = (
-            f"cut short: {end} bytes promised, {size} there"
-            if end > size
-            else f"{size - end} bytes after the data"
-        )
+        what = f"cut short: {end} bytes promised, {size} there" if end > size else f"{size - end} bytes after the data"
         raise CheckpointError(what, where=name, fix="fetch it again")
     return tuple(infos)
 
@@ -296,4 +275,4 @@ def _tensor_info(name: str, entry: Any, file: str, base: int) -> TensorInfo:
 
 def same_file(left: Path, right: Path) -> bool:
     """Whether both paths name the same existing file or directory."""
-    return left.exists() and right.exists() and os.path.samefile(left, right)
+    return left.exists() and right.exists() and left.samefile(right)

@@ -50,9 +50,7 @@ class IndexSet(Record):
         end = -1
         for start, stop in runs:
             if start <= end or stop <= start:
-                raise ValueError(
-                    f"runs must be non-empty, ascending and apart, got [{start}, {stop}) after {end}"
-                )
+                raise ValueError(f"runs must be non-empty, ascending and apart, got [{start}, {stop}) after {end}")
             end = stop
         return runs
 
@@ -192,9 +190,7 @@ class Plan(Record):
         except OSError as error:
             raise PlanError(f"cannot be read ({error.strerror})", where=str(path)) from error
         except ValidationError as error:
-            raise PlanError(
-                first_problem(error), where=str(path), fix="make a new one with `collapse plan`"
-            ) from None
+            raise PlanError(first_problem(error), where=str(path), fix="make a new one with `collapse plan`") from None
 
     def of_kind(self, kind: type[Any]) -> tuple[Any, ...]:
         """Return the rewrites of one kind, in order."""

@@ -1,7 +1,7 @@
 """Trace a causal LM into one graph that serves prefill and decode, on the meta device: no weights needed.
 
 The graph takes token ids, an attention mask and a KV cache whose length may be zero, and returns logits and
-the grown cache. One program therefore stands for prefill (empty cache), chunked prefill and decode.
+the grown cache. One program therefore stands for prefill (empty cache), chunked prefill and decode alike.
 """
 
 from __future__ import annotations
@@ -9,30 +9,55 @@ from __future__ import annotations
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import sympy
 import torch
+import transformers
 from torch import fx
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.exporters.exporter_dynamo import (
+    DynamoConfig,
+    DynamoExporter,
+    register_cache_pytrees_for_model,
+)
 
+import collapse.models  # noqa: F401  (registers the reference architecture)
 from collapse.checkpoint import Checkpoint
-from collapse.errors import CheckpointError, UnsupportedError
+from collapse.errors import UnsupportedError
 
 Role = Literal["parameter", "buffer", "constant", "input"]
+Measure = Literal["batch", "new", "past", "total"]
+
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
 @dataclass(frozen=True)
 class Input:
-    """A placeholder of the graph. `target` is the state-dict name, or the name of the user input."""
+    """A placeholder of the graph. `target` is the state-dict name, or the name of the user's argument."""
 
     placeholder: str
     role: Role
     target: str
-    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class CacheLeaf:
+    """One tensor of the KV cache: its sizes, with a `Measure` where batch or length stand."""
+
+    shape: tuple[int | Measure, ...]
+    dtype: torch.dtype
+
+    def empty(self, batch: int) -> torch.Tensor:
+        """Return the leaf as it is before the first token: zeros, of length 0 where it grows."""
+        sizes = [size if isinstance(size, int) else batch if size == "batch" else 0 for size in self.shape]
+        return torch.zeros(sizes, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -42,18 +67,304 @@ class Program:
     Attributes:
         graph: ATen nodes with lifted weights; each node's `nn_module_stack` names its module.
         inputs: one entry a placeholder, in order.
-        outputs: names of the outputs, in order; the first is `logits`, the others belong to the cache.
-        tied: groups of parameter names that share one storage, each sorted.
-        cache: shape of each cache input with `None` where batch and length stand.
-        constants: tensors that the trace lifted.
-        sizes: symbol name -> what it measures, for a dynamic program: batch, new, past.
+        outputs: one name an output, in order: `logits`, `cache.0`, `cache.1` and so on.
+        cache: the cache tensors that it takes, in order.
+        constants: tensors that the trace lifted, by target.
+        shapes: shape of every parameter and persistent buffer by state-dict name, all tied names included.
+        tied: groups of parameter names that are one tensor, each sorted.
+        module_types: class name of every module path.
     """
 
     graph: fx.GraphModule
     inputs: tuple[Input, ...]
     outputs: tuple[str, ...]
-    tied: tuple[tuple[str, ...], ...]
-    cache: tuple[torch.Tensor, ...]
+    cache: tuple[CacheLeaf, ...]
     constants: Mapping[str, torch.Tensor]
     shapes: Mapping[str, tuple[int, ...]]
-    hints: Mapping[str, int] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...]
+    module_types: Mapping[str, str]
+
+    @property
+    def parameters(self) -> Mapping[str, str]:
+        """State-dict name -> placeholder name, for parameters and buffers."""
+        return {item.target: item.placeholder for item in self.inputs if item.role in {"parameter", "buffer"}}
+
+    def placeholder(self, name: str) -> fx.Node:
+        """Return the placeholder node called `name`."""
+        nodes: Iterable[fx.Node] = self.graph.graph.nodes
+        return next(node for node in nodes if node.op == "placeholder" and node.name == name)
+
+    def aliases(self, name: str) -> tuple[str, ...]:
+        """Return all names of the tensor called `name`, itself included."""
+        return next((group for group in self.tied if name in group), (name,))
+
+    def with_graph(self, graph: fx.GraphModule, **changes: Any) -> Program:
+        """Return the program with another graph; placeholders that the graph lost are dropped from `inputs`."""
+        left = {node.name for node in graph.graph.nodes if node.op == "placeholder"}
+        inputs = tuple(item for item in self.inputs if item.placeholder in left)
+        return replace(self, graph=graph, inputs=inputs, **changes)
+
+    def bindings(self, *, batch: int, new: int, past: int) -> dict[sympy.Symbol, int]:
+        """Return what each size symbol of a dynamic graph stands for in a call with these sizes."""
+        values: Mapping[Measure, int] = {"batch": batch, "new": new, "past": past, "total": past + new}
+        leaves = iter(self.cache)
+        bound: dict[sympy.Symbol, int] = {}
+        for item in self.inputs:
+            if item.role != "input":
+                continue
+            measures = _user_measures(item.target, leaves)
+            for size, measure in zip(self.placeholder(item.placeholder).meta["val"].shape, measures, strict=True):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    bound[size.node.expr] = values[measure]  # type: ignore[index]
+        return bound
+
+    def run(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        cache: Sequence[torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Run the graph on real tensors.
+
+        Args:
+            weights: parameters and buffers by state-dict name.
+            input_ids: `[batch, new]`, int64.
+            attention_mask: `[batch, past + new]`, int64; 0 marks padding.
+            cache: what an earlier call returned; None stands for an empty cache.
+
+        Returns:
+            Logits `[batch, new, vocabulary]`, and the grown cache.
+        """
+        leaves = cache if cache is not None else [leaf.empty(len(input_ids)) for leaf in self.cache]
+        user = {"input_ids": input_ids, "attention_mask": attention_mask}
+        stream = iter(leaves)
+        arguments = [self._value(item, weights, user, stream) for item in self.inputs]
+        with torch.no_grad():
+            results = self.graph(*arguments)
+        return results[0], tuple(results[1:])
+
+    def _value(
+        self,
+        item: Input,
+        weights: Mapping[str, torch.Tensor],
+        user: Mapping[str, torch.Tensor],
+        cache: Iterator[torch.Tensor],
+    ) -> torch.Tensor:
+        if item.role == "constant":
+            return self.constants[item.target]
+        if item.role == "input":
+            return user[item.target] if item.target in user else next(cache)
+        return weights[item.target]
+
+
+def size_of(size: int | torch.SymInt, bindings: Mapping[sympy.Symbol, int]) -> int:
+    """Return a size of a traced shape as a number, given what its symbols stand for."""
+    return int(size.node.expr.subs(bindings)) if isinstance(size, torch.SymInt) else int(size)
+
+
+def _user_measures(target: str, leaves: Iterator[CacheLeaf]) -> tuple[int | Measure, ...]:
+    if target == "input_ids":
+        return ("batch", "new")
+    if target == "attention_mask":
+        return ("batch", "total")
+    return next(leaves).shape
+
+
+def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Return the transformers config; raises `UnsupportedError` for an unknown `model_type`."""
+    try:
+        return AutoConfig.from_pretrained(str(checkpoint.root), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds for a bad config
+        raise UnsupportedError(_first_line(error), where="config.json", fix="give a model transformers knows") from None
+
+
+def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the causal LM of `config` on the meta device in fp32; raises `UnsupportedError` if there is none."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:
+        reason = f"model_type {config.model_type!r} is no causal LM that transformers can build ({_first_line(error)})"
+        raise UnsupportedError(reason, where="config.json", fix="give a decoder-only language model") from None
+    return model.eval()
+
+
+def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new: int = 3, past: int = 8) -> Program:
+    """Trace the causal LM of `config`.
+
+    A dynamic program runs with any batch, past and new length. A static one holds for just the sizes given,
+    and takes a fraction of the time. Raises `UnsupportedError` where the exporter cannot trace the model.
+    """
+    model = meta_model(config)
+    register_cache_pytrees_for_model(model)
+    try:
+        with quiet(), torch.no_grad():
+            cache_name, cache = _example_cache(model, batch, past)
+            arguments: dict[str, Any] = {
+                "input_ids": torch.ones(batch, new, dtype=torch.long, device="meta"),
+                "attention_mask": torch.ones(batch, past + new, dtype=torch.long, device="meta"),
+            }
+            leaves = _leaf_shapes(model, cache_name)
+            if cache is not None:
+                arguments[cache_name] = cache
+            shapes = _dynamic_shapes(arguments, cache_name, leaves) if dynamic else None
+            options = DynamoConfig(dynamic=dynamic, dynamic_shapes=shapes)
+            exported = DynamoExporter().export(model, arguments, config=options).program
+    except UnsupportedError:
+        raise
+    except Exception as error:
+        reason = f"{type(model).__name__} cannot be traced ({_first_line(error)})"
+        raise UnsupportedError(reason, where="trace", fix="report it with the config.json") from error
+    return _program(model, exported, tuple(leaf for leaf in leaves if leaf is not None))
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the libraries' warnings and loading bars, which are about their internals, for a while."""
+    levels = {name: logging.getLogger(name).level for name in ("transformers", "torch.export", "torch.fx")}
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    for name in levels:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+
+
+def cache_argument(model: PreTrainedModel) -> str | None:
+    """Return the name under which the model's forward takes its cache."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
+
+
+def _grown_cache(model: PreTrainedModel, batch: int, length: int) -> Any:
+    ids = torch.ones(batch, length, dtype=torch.long, device="meta")
+    output = model(input_ids=ids, use_cache=True)
+    found = (getattr(output, name, None) for name in CACHE_ARGUMENTS)
+    return next((cache for cache in found if cache is not None), None)
+
+
+def _example_cache(model: PreTrainedModel, batch: int, past: int) -> tuple[str, Any]:
+    """Return the argument's name and a cache of `past` tokens (0 is allowed), with meta tensors."""
+    name = cache_argument(model)
+    cache = _grown_cache(model, batch, max(past, 1)) if name else None
+    if cache is None or name is None:
+        return name or "", None
+    if past == 0:
+        spec = pytree.tree_structure(cache)
+        shapes = _leaf_shapes(model, name)
+        emptied = [leaf.empty(batch).to("meta") if leaf else 0 for leaf in shapes]
+        cache = pytree.tree_unflatten(emptied, spec)
+    return name, cache
+
+
+def _leaf_shapes(model: PreTrainedModel, name: str | None) -> list[CacheLeaf | None]:
+    """Find which sizes of each cache tensor are the batch and the length, by growing caches of other sizes."""
+    if not name:
+        return []
+    plain, wide, long = (
+        pytree.tree_leaves(_grown_cache(model, batch, length)) for batch, length in ((2, 8), (3, 8), (2, 9))
+    )
+    return [_leaf_shape(*versions) for versions in zip(plain, wide, long, strict=True)]
+
+
+def _leaf_shape(plain: Any, wide: Any, long: Any) -> CacheLeaf | None:
+    if not isinstance(plain, torch.Tensor):
+        return None
+    sizes: list[int | Measure] = []
+    for size, wider, longer in zip(plain.shape, wide.shape, long.shape, strict=True):
+        sizes.append("batch" if wider != size else "past" if longer != size else size)
+    return CacheLeaf(tuple(sizes), plain.dtype)
+
+
+def _dynamic_shapes(arguments: Mapping[str, Any], cache: str, leaves: Sequence[CacheLeaf | None]) -> dict[str, Any]:
+    shapes: dict[str, Any] = {name: {0: Dim.AUTO, 1: Dim.AUTO} for name in arguments if name != cache}
+    if cache in arguments:
+        shapes[cache] = [
+            leaf and {i: Dim.AUTO for i, s in enumerate(leaf.shape) if isinstance(s, str)} for leaf in leaves
+        ]
+    return shapes
+
+
+def _program(model: PreTrainedModel, exported: ExportedProgram, cache: tuple[CacheLeaf, ...]) -> Program:
+    roles: Mapping[str, Role] = {
+        "PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input",
+    }  # fmt: skip
+    inputs = tuple(
+        Input(spec.arg.name, roles[spec.kind.name], spec.target or spec.arg.name)
+        for spec in exported.graph_signature.input_specs
+    )
+    graph = exported.graph_module
+    _settle(graph)
+    outputs = _output_names(exported)
+    groups = _tied_groups(model)
+    return Program(
+        graph=_logits_first(graph, outputs),
+        inputs=inputs,
+        outputs=("logits", *(f"cache.{i}" for i in range(len(cache)))),
+        cache=cache,
+        constants=dict(exported.constants),
+        shapes={name: tuple(tensor.shape) for name, tensor in _state(model).items()},
+        tied=groups,
+        module_types={name: type(module).__name__ for name, module in model.named_modules()},
+    )
+
+
+def _settle(graph: fx.GraphModule) -> None:
+    """Turn the meta device of traced calls into the CPU, and drop asserts about metadata, which read nothing."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.graph.erase_node(node)
+            continue
+        node.args = map_aggregate(node.args, _on_cpu)
+        node.kwargs = map_aggregate(node.kwargs, _on_cpu)
+    graph.recompile()
+
+
+def _on_cpu(value: Any) -> Any:
+    return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _output_names(exported: ExportedProgram) -> list[str]:
+    """Name every flat output by the field of the model's output that it belongs to."""
+    spec = exported.call_spec.out_spec
+    keys = list(spec.context) if isinstance(spec.context, list | tuple) else list(spec.context or ())
+    return [str(key) for key, child in zip(keys, spec.children(), strict=True) for _ in range(child.num_leaves)]
+
+
+def _logits_first(graph: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
+    """Keep logits and cache only, in this order; other outputs (router logits, say) are not asked for."""
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    flat = list(output.args[0])
+    logits = [node for node, name in zip(flat, names, strict=True) if name == "logits"]
+    cache = [n for n, name in zip(flat, names, strict=True) if name in CACHE_ARGUMENTS and isinstance(n, fx.Node)]
+    output.args = ((*logits, *cache),)
+    graph.recompile()
+    return graph
+
+
+def _state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    persistent = set(model.state_dict(keep_vars=True))
+    named = dict(model.named_parameters(remove_duplicate=False))
+    named |= {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in persistent}
+    return named
+
+
+def _tied_groups(model: PreTrainedModel) -> tuple[tuple[str, ...], ...]:
+    """Group names by the parameter object behind them: on the meta device there is no storage to compare."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(name)
+    return tuple(sorted(tuple(sorted(names)) for names in groups.values() if len(names) > 1))

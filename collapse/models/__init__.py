@@ -1,0 +1,1 @@
+"""Architectures of our own; importing this package registers them with transformers."""
