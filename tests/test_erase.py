@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,27 +17,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import CONTEXT, PROVED, erase, listing, plan_for, positions, state, tiny_gpt2, tiny_llama, vocabulary
+from tiny import CONTEXT, PROVED, erase, export, listing, plan_for, positions, state, tiny_gpt2, tiny_llama, vocabulary
 
 from collapse import staging
 from collapse.checkpoint import INDEX, Checkpoint, TensorInfo
 from collapse.erase import write_checkpoint
 from collapse.errors import OutputError, PlanError
-from collapse.manifest import MANIFEST, load_manifest, write_manifest
+from collapse.manifest import MANIFEST, load_manifest
 from collapse.plan import Axis, IndexSet, Narrow, Plan, ShortCircuit, Specialise
 from collapse.rewrite.tensors import OutputTensor, Piece, config_edits, output_tensors
 from collapse.staging import staged
 
 EMBEDDING = "model.embed_tokens.weight"
 KEPT = [0, 1, 2, *range(5, 40), 63]
-
-
-def export(source: Checkpoint, plan: Plan, output: Path, force: bool = False, **options: int) -> Checkpoint:
-    with staged(output, force, source.root) as stage:
-        known = write_checkpoint(source, plan, stage.folder, **options)
-        write_manifest(stage.folder, source, plan, known)
-        stage.publish()
-    return Checkpoint.open(output)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +163,7 @@ def test_pieces_select_as_torch_does(data: st.DataObject) -> None:
     for dim, rows in kept.items():
         tensor = tensor.index_select(dim, torch.tensor(list(rows)))
     assert b"".join(raw[p.start : p.stop] for p in pieces if isinstance(p, Piece)) == tensor.numpy().tobytes()
-    assert all(a.stop < b.start for a, b in zip(pieces, pieces[1:], strict=False))  # type: ignore[union-attr]
+    assert all(a.stop < b.start for a, b in pairwise(pieces))  # type: ignore[union-attr]
 
 
 def test_file_modes_are_kept(tmp_path: Path) -> None:

@@ -11,10 +11,13 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from collapse.checkpoint import Checkpoint
+from collapse.erase import write_checkpoint
+from collapse.manifest import write_manifest
 from collapse.plan import Axis, Erase, Evidence, IndexSet, Narrow, Plan
 from collapse.rewrite.layout import index, shards
 from collapse.rewrite.tensors import OutputTensor
 from collapse.schema import InputSchema
+from collapse.staging import staged
 
 VOCABULARY = 64
 CONTEXT = 48
@@ -87,17 +90,26 @@ def positions(count: int, tensor: str = "transformer.wpe.weight") -> Narrow:
     )  # fmt: skip
 
 
+def export(source: Checkpoint, plan: Plan, output: Path, force: bool = False, **options: int) -> Checkpoint:
+    """Collapse `source` into `output`, without verifying."""
+    with staged(output, force, source.root) as stage:
+        known = write_checkpoint(source, plan, stage.folder, **options)
+        write_manifest(stage.folder, source, plan, known)
+        stage.publish()
+    return Checkpoint.open(output)
+
+
 def samples(kept: Iterable[int], *lengths: int) -> list[list[int]]:
     """Return one sequence of each length over `kept`."""
     ids = list(kept)
-    return [[ids[(7 * place + 3 * row + place * place) % len(ids)] for place in range(n)] for row, n in enumerate(lengths)]
+    return [
+        [ids[(7 * place + 3 * row + place * place) % len(ids)] for place in range(n)] for row, n in enumerate(lengths)
+    ]
 
 
 def state(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return dtype, shape and bytes of every tensor."""
-    return {
-        name: (info.dtype, info.shape, checkpoint.read_bytes(name)) for name, info in checkpoint.tensors.items()
-    }
+    return {name: (info.dtype, info.shape, checkpoint.read_bytes(name)) for name, info in checkpoint.tensors.items()}
 
 
 def listing(folder: Path) -> dict[str, bytes]:
