@@ -6,6 +6,7 @@ One model is in memory at a time: the source runs first, what is compared is kep
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,8 +183,10 @@ def _load_and_run(folder: Path, job: Job, columns: torch.Tensor | None) -> Loade
         )
         _align(model)
         seen = observe(ModelRunner(model.eval()), job, columns)
+    left = weakref.ref(model)
     del model
-    gc.collect()
+    if left() is not None:  # held by a cycle; the next model must not come on top of it
+        gc.collect()
     names = {key: tuple(sorted(str(name) for name in info.get(key, ()))) for key in info}
     return Loaded(names["missing_keys"], names["unexpected_keys"], names["mismatched_keys"], seen)
 
