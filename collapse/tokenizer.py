@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -47,6 +47,7 @@ class TokenizerFile:
         merges: pairs in the order of their rank.
         added: the added tokens in file order; some are in `vocab` too.
         flavour: how a byte is spelt: `byte-level` (one character a byte) or `byte-fallback` (`<0xNN>`).
+        raw: the file's bytes.
     """
 
     data: Mapping[str, Any]
@@ -54,6 +55,7 @@ class TokenizerFile:
     merges: tuple[Pair, ...]
     added: tuple[AddedToken, ...]
     flavour: Flavour
+    raw: bytes = field(repr=False)
 
     @cached_property
     def ids(self) -> Mapping[str, int]:
@@ -114,7 +116,7 @@ class TokenizerFile:
 
     def encoder(self) -> Tokenizer:
         """Return the tokenizer ready to encode, without the file's own padding and truncation."""
-        encoder = Tokenizer.from_str(json.dumps(self.data))
+        encoder = Tokenizer.from_buffer(self.raw)
         encoder.no_padding()
         encoder.no_truncation()
         return encoder
@@ -146,11 +148,22 @@ class TokenizerFile:
             raise CheckpointError(
                 f"damaged ({type(error).__name__}: {error})", where=TOKENIZER, fix="fetch it again"
             ) from None
-        file = cls(data, vocab, merges, added, _flavour(data))
+        file = cls(data, vocab, merges, added, _flavour(data), raw)
         _check_ids(file)
         _check_merges(file)
         _check_bytes(file)
         return file
+
+
+def check_decoder(file: TokenizerFile, name: str, settings: Mapping[str, Any]) -> None:
+    """Raise `UnsupportedError` where `added_tokens_decoder` in file `name` disagrees with tokenizer.json."""
+    for number, entry in (settings.get("added_tokens_decoder") or {}).items():
+        if file.ids.get(entry["content"]) != int(number):
+            raise UnsupportedError(
+                f"added_tokens_decoder has {entry['content']!r} as {number}, {TOKENIZER} does not",
+                where=name,
+                fix="save the tokenizer again with save_pretrained",
+            )
 
 
 def _unfold(part: Any, inner: str) -> Iterator[Mapping[str, Any]]:
@@ -210,13 +223,11 @@ def _check_ids(file: TokenizerFile) -> None:
 
 
 def _check_merges(file: TokenizerFile) -> None:
-    spelt = frozenset(file.alphabet) if file.flavour == "byte-fallback" else frozenset()
-    for left, right in file.merges:
-        for token in (left, right, left + right):
-            if token not in file.vocab:
-                raise CheckpointError(f"a merge uses {token!r}, which is no token", where=TOKENIZER)
-            if token in spelt:
-                raise _refuse(f"a merge uses the byte token {token}")
+    used = {token for left, right in file.merges for token in (left, right, left + right)}
+    if unknown := used - file.vocab.keys():
+        raise CheckpointError(f"a merge uses {min(unknown)!r}, which is no token", where=TOKENIZER)
+    if file.flavour == "byte-fallback" and (spelt := used.intersection(file.alphabet)):
+        raise _refuse(f"a merge uses the byte token {min(spelt)}")
 
 
 def _check_bytes(file: TokenizerFile) -> None:

@@ -1,32 +1,30 @@
 """Which token ids can occur under a schema, and how sure that is.
 
 The kept set is the input and output domain, closed so that the cut tokenizer agrees with the source's on all
-text whose tokens are kept (proof in `collapse.bpe`), plus what must never go: the byte tokens, special tokens,
+text whose tokens are kept (proof in `collapse.bpe`), plus what must never go: byte tokens, special tokens,
 ids that a side file names, and the text that a chat template adds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from collapse.analysis.bounds import clopper_pearson, hoeffding_bentkus
 from collapse.analysis.spelling import spellable
+from collapse.analysis.text_source import TextSource, open_text
 from collapse.bpe import closure
-from collapse.chat import chat_templates
 from collapse.checkpoint import Checkpoint
 from collapse.errors import SchemaError, UnsupportedError
 from collapse.plan import Evidence, Grade, IndexSet
 from collapse.schema import Domain, InputSchema
 from collapse.token_ids import ID_FILES, NAME_FILES, ids_in, names_in, size_fields, vocab_size
-from collapse.tokenizer import LEGACY, TOKENIZER, TokenizerFile
+from collapse.tokenizer import TOKENIZER, TokenizerFile, check_decoder
 
 DELTA = 0.05
-BATCH = 4096  # texts a call of the tokenizer
 Figures = dict[str, float | int | str]
 OUTPUT_CLAIM = "over the kept ids the argmax equals the source's wherever the source's argmax is kept"
 
@@ -91,7 +89,7 @@ def token_use(
 
 
 def _token_use(checkpoint: Checkpoint, schema: InputSchema, samples: Samples, output: Samples) -> TokenUse:
-    size, text = vocab_size(checkpoint.config), _open_text(checkpoint)
+    size, text = vocab_size(checkpoint.config), open_text(checkpoint)
     sources = _domains(schema, samples, output)
     reasons: list[tuple[str, Iterable[int]]] = [
         (label, _domain_ids(label, domain, texts, text, size)) for label, domain, texts in sources
@@ -116,52 +114,6 @@ def _token_use(checkpoint: Checkpoint, schema: InputSchema, samples: Samples, ou
     return TokenUse(IndexSet.of(kept), size, counts, grade, claim, method, figures, where)
 
 
-@dataclass(frozen=True)
-class _Text:
-    """The tokenizer at work, with the ways in which a text can reach it."""
-
-    checkpoint: Checkpoint
-    file: TokenizerFile
-    encoder: Tokenizer
-
-    def encode(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """Yield the ids of each text, without the special tokens of the post-processor."""
-        wanted = list(texts)
-        for start in range(0, len(wanted), BATCH):
-            batch = self.encoder.encode_batch_fast(wanted[start : start + BATCH], add_special_tokens=False)
-            yield from (encoding.ids for encoding in batch)
-
-    def ids(self, texts: Iterable[str]) -> set[int]:
-        """Return every id that occurs in the encodings of `texts`."""
-        seen = np.zeros(max(self.file.strings) + 1, dtype=bool)
-        for row in self.encode(texts):
-            seen[row] = True
-        return {int(number) for number in np.flatnonzero(seen)}
-
-    def template_samples(self) -> tuple[str, ...]:
-        return tuple(text for template in chat_templates(self.checkpoint) for text in template.samples())
-
-    def contexts(self, blocks: Iterable[str]) -> Iterator[str]:
-        """Yield each block whole, each line alone, ended, after a space, and each of these in a chat."""
-        blocks = tuple(blocks)
-        lines = tuple(dict.fromkeys(line for block in blocks for line in block.splitlines()))
-        plain = (*blocks, *lines)
-        yield from plain
-        yield from (f"{text}\n" for text in plain)
-        yield from (f" {line}" for line in lines)
-        for template in chat_templates(self.checkpoint):
-            if wrap := template.wrapper():
-                yield from map(wrap, plain)
-
-
-def _open_text(checkpoint: Checkpoint) -> _Text | None:
-    """A model without any tokenizer file has ids only."""
-    if not any((checkpoint.root / name).is_file() for name in (TOKENIZER, *LEGACY)):
-        return None
-    file = TokenizerFile.read(checkpoint.root)
-    return _Text(checkpoint, file, file.encoder())
-
-
 def _domains(
     schema: InputSchema, samples: Samples, output: Samples
 ) -> tuple[tuple[str, Domain, Samples], ...]:
@@ -171,7 +123,9 @@ def _domains(
     return (given, ("output", schema.output, output))
 
 
-def _domain_ids(label: str, domain: Domain, texts: Samples, text: _Text | None, size: int) -> Iterable[int]:
+def _domain_ids(
+    label: str, domain: Domain, texts: Samples, text: TextSource | None, size: int
+) -> Iterable[int]:
     if domain.tokens is not None:
         if domain.tokens[-1] >= size:
             raise SchemaError(
@@ -189,7 +143,7 @@ def _domain_ids(label: str, domain: Domain, texts: Samples, text: _Text | None, 
     return text.ids(text.contexts(texts.calibration))
 
 
-def _named(checkpoint: Checkpoint, text: _Text | None, size: int) -> set[int]:
+def _named(checkpoint: Checkpoint, text: TextSource | None, size: int) -> set[int]:
     """Ids that a side file names: as a number, as a token string, or in the post-processor."""
     found: set[int] = set()
     for name in ID_FILES:
@@ -202,7 +156,9 @@ def _named(checkpoint: Checkpoint, text: _Text | None, size: int) -> set[int]:
     if text is None:
         return found
     for name in NAME_FILES:
-        for where, content in names_in(checkpoint.read_json(name) or {}):
+        settings = checkpoint.read_json(name) or {}
+        check_decoder(text.file, name, settings)
+        for where, content in names_in(settings):
             if content not in text.file.ids:
                 raise UnsupportedError(
                     f"{where} names {content!r}, which {TOKENIZER} lacks", where=name, fix="save it again"
@@ -222,7 +178,7 @@ def _first_reason(reasons: Iterable[tuple[str, Iterable[int]]], size: int) -> tu
     return kept, counts
 
 
-def _fit(text: _Text | None, size: int) -> Figures:
+def _fit(text: TextSource | None, size: int) -> Figures:
     """Rows that no token has (padding), tokens that have no row, bytes that the tokenizer loses."""
     if text is None:
         return {}
@@ -240,7 +196,7 @@ def _close(kept: set[int], file: TokenizerFile) -> int:
     return len(kept) - before
 
 
-def _judge(label: str, held_out: tuple[str, ...], kept: set[int], text: _Text | None) -> Figures:
+def _judge(label: str, held_out: tuple[str, ...], kept: set[int], text: TextSource | None) -> Figures:
     """Shares of held-out blocks, tokens and lines with an id outside `kept`, each with its upper bound."""
     if text is None or not held_out:
         return {f"{label}_held_out_blocks": 0}
@@ -259,7 +215,7 @@ def _judge(label: str, held_out: tuple[str, ...], kept: set[int], text: _Text | 
     return {f"{label}_{name}": value for name, value in figures.items()}
 
 
-def _lines_hit(block: str, outside: np.ndarray[Any, np.dtype[np.bool_]], text: _Text) -> float:
+def _lines_hit(block: str, outside: np.ndarray[Any, np.dtype[np.bool_]], text: TextSource) -> float:
     rows = [row for row in text.encode(block.splitlines()) if row]
     return sum(bool(outside[row].any()) for row in rows) / len(rows) if rows else 0.0
 
@@ -277,19 +233,19 @@ def _claim(sources: tuple[tuple[str, Domain, Samples], ...], kept: set[int]) -> 
         if domain.tokens is not None:
             parts.append(f"all {len(domain.tokens)} stated {label} ids are kept")
         elif domain.characters is not None:
-            parts.append(f"every id that a {label} text over the charset can encode to is kept")
+            parts.append(f"every id that {label} text over the charset can encode to is kept")
         else:
             parts.append(f"{label} text leaves the kept ids no more often than the stated bounds")
     same = "text whose source ids are all kept is encoded as before"
     return f"of {len(kept)} kept ids: {'; '.join(parts)}; {same}; {OUTPUT_CLAIM}"
 
 
-def _method(text: _Text | None, bounded: list[tuple[str, tuple[str, ...]]]) -> str:
+def _method(text: TextSource | None, bounded: list[tuple[str, tuple[str, ...]]]) -> str:
     closed = "closed under the derivations of BPE merges, with every byte token" if text else "ids as stated"
     if not bounded:
         return closed
     contexts = (
-        "ids seen in calibration blocks whole, line by line, ended, after a space, and in the chat template"
+        "ids seen in calibration blocks and at the edges of their lines: alone, ended, spaced, in a chat"
     )
     if not all(held_out for _, held_out in bounded):
         return f"{contexts}; {closed}; no held-out text, so no bound"
