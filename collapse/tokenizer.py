@@ -88,6 +88,20 @@ class TokenizerFile:
         return tuple(byte for byte, token in enumerate(self.alphabet) if token not in self.vocab)
 
     @property
+    def markers(self) -> tuple[str, ...]:
+        """Characters that stand for a space, as `▁`; none with byte level.
+
+        The decoder turns the character back before it joins bytes, so spelt in bytes it would stay a marker.
+        """
+        steps = (*self.normalizers, *self.pre_tokenizers, *_unfold(self.data.get("decoder"), "decoders"))
+        texts = (
+            step.get(name) for step in steps for name in ("content", "prepend", "replacement", "pattern")
+        )
+        strings = (text.get("String", "") if isinstance(text, dict) else text or "" for text in texts)
+        found = {char for text in strings for char in text if char in self.vocab}
+        return tuple(sorted(found)) if self.flavour == "byte-fallback" else ()
+
+    @property
     def normalizers(self) -> tuple[Mapping[str, Any], ...]:
         """The normalizers in order, sequences unfolded."""
         return tuple(_unfold(self.data.get("normalizer"), "normalizers"))
@@ -144,7 +158,7 @@ class TokenizerFile:
             _refuse_other_models(model)
             vocab, merges = model["vocab"], tuple(_pair(merge) for merge in model["merges"])
             added = tuple(_added(entry) for entry in data.get("added_tokens") or ())
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"damaged ({type(error).__name__}: {error})", where=TOKENIZER, fix="fetch it again"
             ) from None

@@ -98,7 +98,7 @@ def _token_use(checkpoint: Checkpoint, schema: InputSchema, samples: Samples, ou
     if text is not None:
         reasons += [
             ("special", (token.id for token in text.file.added if token.special or token.single_word)),
-            ("bytes", (text.file.vocab[token] for token in text.file.byte_tokens)),
+            ("bytes", (text.file.vocab[token] for token in (*text.file.byte_tokens, *text.file.markers))),
             ("chat template", text.ids(text.template_samples())),
         ]
     kept, counts = _first_reason(reasons, size)

@@ -59,12 +59,12 @@ def left_out(files: Mapping[str, bytes]) -> tuple[str, ...]:
 
 
 def check_kept(file: TokenizerFile, kept: IndexSet, vocab_size: int) -> None:
-    """Raise `PlanError` unless `kept` has every byte, every special token and all merge ancestors."""
+    """Raise `PlanError` unless `kept` has all bytes, markers, special tokens and all merge ancestors."""
     ids = set(kept)
     strings = [file.strings[number] for number in sorted(ids) if number in file.strings]
-    byte = next((token for token in file.byte_tokens if file.vocab[token] not in ids), None)
-    if byte is not None:
-        raise _broken(f"the byte token {byte!r} is trimmed, so some text could not be written")
+    for kind, tokens in (("byte token", file.byte_tokens), ("space marker", file.markers)):
+        if lost := [token for token in tokens if file.vocab[token] not in ids]:
+            raise _broken(f"the {kind} {lost[0]!r} is trimmed, so some text could not be written")
     held = [t for t in file.added if (t.special or t.single_word) and t.id not in ids and t.id < vocab_size]
     if held:
         raise _broken(f"the special token {held[0].content!r} is trimmed")
