@@ -27,6 +27,7 @@ from transformers.exporters.exporter_dynamo import (
     DynamoExporter,
     register_cache_pytrees_for_model,
 )
+from transformers.exporters.utils import apply_patches
 
 import collapse.models  # noqa: F401  (registers the reference architecture)
 from collapse.checkpoint import Checkpoint
@@ -73,6 +74,7 @@ class Program:
         shapes: shape of every parameter and persistent buffer by state-dict name, all tied names included.
         tied: groups of parameter names that are one tensor, each sorted.
         module_types: class name of every module path.
+        prefix: what the causal LM calls its base model; files saved from a base model lack it.
     """
 
     graph: fx.GraphModule
@@ -83,6 +85,7 @@ class Program:
     shapes: Mapping[str, tuple[int, ...]]
     tied: tuple[tuple[str, ...], ...]
     module_types: Mapping[str, str]
+    prefix: str = ""
 
     @property
     def parameters(self) -> Mapping[str, str]:
@@ -97,6 +100,11 @@ class Program:
     def aliases(self, name: str) -> tuple[str, ...]:
         """Return all names of the tensor called `name`, itself included."""
         return next((group for group in self.tied if name in group), (name,))
+
+    def model_name(self, name: str) -> str | None:
+        """Return the state-dict name of a tensor that a file calls `name`, or None where no module claims it."""
+        candidates = (name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."))
+        return next((candidate for candidate in candidates if candidate in self.shapes), None)
 
     def with_graph(self, graph: fx.GraphModule, **changes: Any) -> Program:
         """Return the program with another graph; placeholders that the graph lost are dropped from `inputs`."""
@@ -250,8 +258,10 @@ def cache_argument(model: PreTrainedModel) -> str | None:
 
 
 def _grown_cache(model: PreTrainedModel, batch: int, length: int) -> Any:
+    """Run the model on meta tensors; under the exporter's patches a sliding layer keeps its whole past."""
     ids = torch.ones(batch, length, dtype=torch.long, device="meta")
-    output = model(input_ids=ids, use_cache=True)
+    with apply_patches("dynamo"):
+        output = model(input_ids=ids, use_cache=True)
     found = (getattr(output, name, None) for name in CACHE_ARGUMENTS)
     return next((cache for cache in found if cache is not None), None)
 
@@ -319,6 +329,7 @@ def _program(model: PreTrainedModel, exported: ExportedProgram, cache: tuple[Cac
         shapes={name: tuple(tensor.shape) for name, tensor in _state(model).items()},
         tied=groups,
         module_types={name: type(module).__name__ for name, module in model.named_modules()},
+        prefix=model.base_model_prefix,
     )
 
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from collapse.analysis.token_use import Samples
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from collapse.analysis.reachability import Reachability, reachability
 from collapse.checkpoint import Checkpoint
-from collapse.plan import Rewrite, Skipped
+from collapse.plan import Rewrite, Skipped, Stage
 from collapse.schema import InputSchema
+from collapse.sequences import Sequences
 from collapse.trace import Program
 
 Progress = Callable[[str, int, int], None]  # what, how many done, of how many
@@ -23,21 +25,6 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class Samples:
-    """In-schema inputs as text and as source token ids; `texts` is empty for a model without a tokenizer.
-
-    Calibration samples choose; held-out samples only certify.
-    """
-
-    calibration_texts: tuple[str, ...]
-    held_out_texts: tuple[str, ...]
-    output_texts: tuple[str, ...]
-    calibration: tuple[tuple[int, ...], ...]
-    held_out: tuple[tuple[int, ...], ...]
-    digests: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Context:
     """What passes may look at. Costly facts are computed when first asked for, once."""
 
@@ -45,9 +32,12 @@ class Context:
     config: PreTrainedConfig
     schema: InputSchema
     program: Program
-    samples: Samples
+    texts: Samples
+    output_texts: Samples
+    sequences: Sequences
     load_model: Callable[[], tuple[PreTrainedModel, frozenset[str]]]
-    stage_options: dict[str, bool | str]
+    stage: Stage = "erase"
+    placeholder: bool = False
     progress: Progress = no_progress
 
     @cached_property

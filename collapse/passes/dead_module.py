@@ -19,7 +19,7 @@ from collapse.analysis.bounds import DELTA, share_at_most
 from collapse.analysis.influence import SAME, JointEffect, Tolerance, joint_effect, single_effects
 from collapse.analysis.stand_in import StandIn
 from collapse.passes.base import Context, Proposal
-from collapse.plan import Evidence, Replacement, ShortCircuit, Skipped, Stage
+from collapse.plan import Evidence, Replacement, ShortCircuit, Skipped
 
 NEAR = 1e-3  # an output this small beside the residual stream is worth an exact measurement
 
@@ -54,7 +54,7 @@ def propose_dead(context: Context, options: DeadModule) -> Proposal:
     check the survivors together on held-out text, which chose nothing."""
     model, _ = context.loaded
     sites = candidate_sites(model)
-    calibration = context.samples.calibration
+    calibration = context.sequences.calibration
     if not calibration:
         return _nothing(options.name, "there is no text to run, so no module can be observed")
     activations = profile(model, sites, calibration, _progress(context, "profiling modules", len(calibration)))
@@ -118,7 +118,7 @@ def _certify(
     """Check all survivors together on held-out text; a single violation there refuses all of them."""
     if not dead:
         return [], []
-    held_out = context.samples.held_out
+    held_out = context.sequences.held_out
     advance = _progress(context, "checking on held-out text", len(held_out))
     effect = joint_effect(model, [c.stand_in for c in dead], held_out, options.tolerance, advance)
     if effect.violations or not held_out:
@@ -139,20 +139,19 @@ def _bound_figures(context: Context, options: DeadModule, effect: JointEffect) -
     return {
         "tolerance": options.tolerance.atol,
         "relative_tolerance": options.tolerance.rtol,
-        "calibration_sequences": len(context.samples.calibration),
+        "calibration_sequences": len(context.sequences.calibration),
         "held_out_sequences": effect.sequences,
         "held_out_violations": effect.violations,
         "largest_logit_difference": effect.largest,
         "share_violating_at_most": share_at_most(effect.violations, effect.sequences),
         "delta": DELTA,
-        "held_out_digest": context.samples.digests["held_out"],
+        "held_out_digest": context.sequences.digests["held_out"],
     }
 
 
 def _rewrite(context: Context, name: str, candidate: _Candidate, figures: dict[str, float | int | str]) -> ShortCircuit:
     prefix = f"{candidate.site}."
     tensors = tuple(sorted(tensor for tensor in context.checkpoint.tensors if tensor.startswith(prefix)))
-    stage: Stage = context.stage_options["stage"]  # type: ignore[assignment]
     evidence = Evidence(
         grade="certified",
         claim=f"replacing {candidate.site} by {candidate.by} leaves every logit within tolerance on in-schema text",
@@ -164,12 +163,12 @@ def _rewrite(context: Context, name: str, candidate: _Candidate, figures: dict[s
         pass_name=name,
         site=candidate.site,
         evidence=evidence,
-        config={} if stage == "fuse" else dict(native_switch(context.config, candidate.site) or {}),
+        config={} if context.stage == "fuse" else dict(native_switch(context.config, candidate.site) or {}),
         by=candidate.by,
         constant=constant,
         tensors=tensors,
-        stage=stage,
-        placeholder=bool(context.stage_options["placeholder"]),
+        stage=context.stage,
+        placeholder=context.placeholder,
     )
 
 

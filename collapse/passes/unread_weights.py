@@ -31,8 +31,8 @@ def propose_unread(context: Context, name: str) -> Proposal:
     copies = _tied_copies(context)
     for tensor, reason in sorted({**unclaimed, **copies}.items()):
         rewrites.append(_erase(context, name, tensor, reason))
-    for tensor in context.reachability.unread:
-        if tensor in context.checkpoint.tensors and tensor not in copies:
+    for tensor in sorted(context.checkpoint.tensors):
+        if context.program.model_name(tensor) in context.reachability.unread and tensor not in copies:
             reason = "no program reads it, but its module claims it: plain transformers would report it missing"
             skipped.append(Skipped(pass_name=name, site=tensor, reason=reason))
     if not rewrites and not skipped:
@@ -46,7 +46,7 @@ def unclaimed_tensors(context: Context) -> dict[str, str]:
 
     The model is loaded for this only where a name in the files is not a name of the model.
     """
-    foreign = [tensor for tensor in context.checkpoint.tensors if tensor not in context.program.shapes]
+    foreign = [tensor for tensor in context.checkpoint.tensors if context.program.model_name(tensor) is None]
     if not foreign:
         return {}
     unexpected = context.loaded[1]
@@ -57,7 +57,9 @@ def _tied_copies(context: Context) -> dict[str, str]:
     """Return tensors that stand in the files under two tied names with the same bytes, but the first of each."""
     copies: dict[str, str] = {}
     for group in context.program.tied:
-        present = [name for name in _loader_order(context, group) if name in context.checkpoint.tensors]
+        order = _loader_order(context, group)
+        by_name = {context.program.model_name(tensor): tensor for tensor in context.checkpoint.tensors}
+        present = [by_name[name] for name in order if name in by_name]
         for extra in present[1:]:
             if context.checkpoint.read_bytes(extra) == context.checkpoint.read_bytes(present[0]):
                 copies[extra] = f"it is tied to {present[0]} and holds the same bytes"

@@ -35,7 +35,7 @@ def rewrite_program(program: Program, plan: Plan) -> Program:
     return program.with_graph(graph, shapes=shapes)
 
 
-def rewrite_weights(weights: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+def rewrite_weights(program: Program, weights: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
     """Return what the collapsed program reads: `weights` with the rows that the plan keeps.
 
     Tensors that no rewrite narrows are shared with `weights`, not copied.
@@ -44,12 +44,23 @@ def rewrite_weights(weights: Mapping[str, torch.Tensor], plan: Plan) -> dict[str
     for rewrite in plan.of_kind(Narrow):
         kept = torch.tensor(list(rewrite.kept))
         sliced: dict[int, torch.Tensor] = {}
-        for axis in rewrite.axes:
-            if axis.tensor in result:
-                source = result[axis.tensor]
-                sliced.setdefault(id(source), source.index_select(axis.dim, kept))
-                result[axis.tensor] = sliced[id(source)]
+        for name, dim in _narrowed(program, rewrite):
+            source = result[name]
+            if id(source) not in sliced:
+                sliced[id(source)] = source.index_select(dim, kept)
+            result[name] = sliced[id(source)]
     return result
+
+
+def _narrowed(program: Program, rewrite: Narrow) -> list[tuple[str, int]]:
+    """Return (state-dict name, dimension) of everything that the rewrite narrows, tied names included."""
+    found: dict[str, int] = {}
+    for axis in rewrite.axes:
+        name = program.model_name(axis.tensor)
+        if name is None:
+            raise PlanError("the model has no such tensor", where=axis.tensor)
+        found.update((alias, axis.dim) for alias in program.aliases(name))
+    return sorted(found.items())
 
 
 def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
@@ -175,12 +186,10 @@ def _narrow_placeholders(
 ) -> None:
     """Give the narrowed tensors their new shape; the operators that read them take any number of rows."""
     by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
-    for axis in rewrite.axes:
-        for name in program.aliases(axis.tensor):
-            shape = list(shapes[name])
-            shape[axis.dim] = len(rewrite.kept)
-            shapes[name] = tuple(shape)
-            node = by_name.get(program.parameters.get(name, ""))
-            if node is not None:
-                value = node.meta["val"]
-                node.meta = {**node.meta, "val": value.new_empty(shape) if value.shape != tuple(shape) else value}
+    for name, dim in _narrowed(program, rewrite):
+        shape = list(shapes[name])
+        shape[dim] = len(rewrite.kept)
+        shapes[name] = tuple(shape)
+        node = by_name.get(program.parameters.get(name, ""))
+        if node is not None:
+            node.meta = {**node.meta, "val": node.meta["val"].new_empty(shape)}

@@ -1,0 +1,58 @@
+"""Progress bars on standard error: none when it is no terminal, none under `--quiet`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+TIMINGS = "COLLAPSE_TIMINGS"
+
+
+class Stopwatch:
+    """Measures the stages of a run, and shows where it stands.
+
+    With the environment variable `COLLAPSE_TIMINGS` set to a file, `finish` writes seconds by stage there.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
+        console = Console(stderr=True)
+        shown = not quiet and sys.stderr.isatty()
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars = Progress(*columns, console=console, transient=True, disable=not shown)
+        self._tasks: dict[str, TaskID] = {}
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage; nested stages are not counted twice in `seconds` of the outer one."""
+        inner_before = sum(self.seconds.values())
+        start = time.perf_counter()
+        task = self._bars.add_task(name, total=1)
+        try:
+            with self._bars:
+                yield
+        finally:
+            inner = sum(self.seconds.values()) - inner_before
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inner
+            self._bars.remove_task(task)
+
+    def advance(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` steps of `what` are over."""
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=total)
+        self._bars.update(self._tasks[what], completed=done, total=total)
+        if done >= total:
+            self._bars.remove_task(self._tasks.pop(what))
+
+    def finish(self) -> None:
+        """Write the timings where they were asked for."""
+        if path := os.environ.get(TIMINGS):
+            Path(path).write_text(json.dumps(self.seconds, indent=2) + "\n", encoding="utf-8")
