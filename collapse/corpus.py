@@ -242,9 +242,8 @@ def _parts(document: str, target: int) -> Iterator[str]:
     """Yield `document`, in parts of about `target` characters if it is longer than two blocks."""
     start = 0
     while len(document) - start > 2 * target:
-        # What is left stays a block of its own, so that no part is ever joined to another again.
-        latest = min(start + 2 * target, len(document) - target)
-        line_end = document.find("\n", start + target - 1, latest)
+        # A part without a line end leaves more than a block, so that nothing is put between it and the next.
+        line_end = document.find("\n", start + target - 1, start + 2 * target)
         stop = line_end + 1 if line_end >= 0 else start + target
         yield document[start:stop]
         start = stop

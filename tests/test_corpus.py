@@ -273,6 +273,14 @@ def test_a_long_document_is_cut_at_line_ends_and_fields_get_a_line_end_between()
     assert sum(map(len, whole.calibration + whole.held_out)) == len(compact)
 
 
+@given(st.lists(st.integers(0, 1500), max_size=12), st.booleans())
+def test_the_blocks_of_one_document_are_the_document(lengths, ends):
+    text = "\n".join("x" * length for length in lengths) + "\n" * ends
+    blocks = [block for _, block in corpus_module._blocks(Corpus((text,), ("a.json",)))]
+    assert "".join(blocks) == text
+    assert all(len(block) >= 400 for block in blocks) or len(blocks) <= 1
+
+
 def test_text_too_short_to_split_and_a_wrong_share_are_refused():
     short = Corpus(("a\n",) * 30, ("a.log",) * 30)
     assert "60 characters make no two different blocks" in refusal(split, short)
