@@ -15,12 +15,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from collapse.analysis.activation import Activation, profile
-from collapse.analysis.bounds import DELTA, share_at_most
+from collapse.analysis.bounds import clopper_pearson
 from collapse.analysis.influence import SAME, JointEffect, Tolerance, joint_effect, single_effects
 from collapse.analysis.stand_in import StandIn
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Evidence, Replacement, ShortCircuit, Skipped
 
+DELTA = 0.05
 NEAR = 1e-3  # an output this small beside the residual stream is worth an exact measurement
 
 
@@ -143,7 +144,7 @@ def _bound_figures(context: Context, options: DeadModule, effect: JointEffect) -
         "held_out_sequences": effect.sequences,
         "held_out_violations": effect.violations,
         "largest_logit_difference": effect.largest,
-        "share_violating_at_most": share_at_most(effect.violations, effect.sequences),
+        "share_violating_at_most": clopper_pearson(effect.violations, effect.sequences, DELTA),
         "delta": DELTA,
         "held_out_digest": context.sequences.digests["held_out"],
     }
