@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -357,6 +356,6 @@ def test_where_conversions_are_kept(variables: dict[str, str], expected: Path, m
 def test_the_source_file_is_never_touched(tiny_gguf: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.gguf"
     shutil.copy(tiny_gguf, copy)
-    before = (copy.read_bytes(), os.stat(copy).st_mtime_ns)
+    before = (copy.read_bytes(), copy.stat().st_mtime_ns)
     resolve(str(copy), cache=tmp_path / "cache")
-    assert (copy.read_bytes(), os.stat(copy).st_mtime_ns) == before
+    assert (copy.read_bytes(), copy.stat().st_mtime_ns) == before
