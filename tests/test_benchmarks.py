@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import export, readme_table, results
@@ -80,6 +80,7 @@ def test_numbers_are_shortened_to_three_digits(value: float, expected: str) -> N
     assert readme_table.shortened(value) == expected
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10**17))
 def test_a_shortened_number_is_within_its_rounding(value: int) -> None:
     text = readme_table.shortened(value)
@@ -87,6 +88,7 @@ def test_a_shortened_number_is_within_its_rounding(value: int) -> None:
     assert abs(float(text.rstrip("kMGTP")) * scale - value) <= 0.005 * value
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="ab|\n#", max_size=40), st.text(alphabet="xy|\n", max_size=40))
 def test_rewriting_twice_is_rewriting_once(around: str, table: str) -> None:
     text = f"{around}{readme_table.BEGIN}old{readme_table.END}{around}"
