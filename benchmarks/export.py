@@ -135,7 +135,7 @@ def main(arguments: Sequence[str]) -> int:
     fp32 = FP32_BYTES * sum(info.numel for info in source.tensors.values())
     with tempfile.TemporaryDirectory() as folder:
         timings, output = Path(folder, "timings.json"), Path(folder, "output")
-        command = [sys.executable, "-m", "collapse", "export", options.model, "--schema", options.schema]
+        command = [sys.executable, "-P", "-m", "collapse", "export", options.model, "--schema", options.schema]
         command += ["--output", str(output), "--force", *more]
         runs = [run_once(command, timings) for _ in range(max(1, options.runs))]
     summary = summarise(runs, model=source.label, schema=options.schema, fp32=fp32)
