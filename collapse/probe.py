@@ -1,0 +1,140 @@
+"""Says from the files alone whether the weights of a site are gone; quick, and without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Literal
+
+from collapse.canonical import CHUNK, chunks
+from collapse.checkpoint import FOREIGN_WEIGHTS, TensorInfo, read_header
+from collapse.errors import CheckpointError
+from collapse.manifest import MANIFEST, load_manifest
+from collapse.plan import Plan, Record, ShortCircuit, Specialise
+from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names
+
+
+class Probe(Record):
+    """The answer. `alive` lists the tensors of the site that hold anything but zeros."""
+
+    status: Literal["ERASED", "ZEROED", "ACTIVE"]
+    reason: str
+    alive: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Site:
+    """What matches a pattern: in the plan, and in the files."""
+
+    pattern: str
+    erased: tuple[str, ...]
+    placeholders: frozenset[str]
+    switches: tuple[str, ...]
+    present: tuple[TensorInfo, ...]
+
+
+def probe(folder: Path, pattern: str) -> Probe:
+    """Say what became of the tensors that `pattern` matches.
+
+    `pattern` is a glob on tensor names and on the module paths that lead to them. ERASED: the plan took them out
+    and no file has them, but for placeholders of 16 zero bytes. ZEROED: they are there, all bytes zero. ACTIVE:
+    at least one holds something else. Raises `CheckpointError` where the directory is none of a model, and where
+    the pattern matches nothing at all: a typing error must not pass as ERASED.
+    """
+    site = _find(folder, pattern)
+    if not (site.erased or site.switches or site.present):
+        message = f"no tensor or module matches {pattern!r}, in the plan or in the files"
+        raise CheckpointError(message, where=str(folder), fix="check the pattern, for instance '*.mlp.*'")
+    stands_in = {info.name for info in site.present if _is_placeholder(folder, info, site)}
+    rest = [info for info in site.present if info.name not in stands_in]
+    alive = tuple(info.name for info in rest if not _is_zero(folder, info))
+    if alive:
+        reason = f"{len(alive)} tensors hold weights: {_listed(alive)}"
+        return Probe(status="ACTIVE", reason=reason, alive=alive)
+    if rest:
+        names = [info.name for info in rest]
+        return Probe(status="ZEROED", reason=f"{len(names)} tensors are in the files, all zero: {_listed(names)}")
+    twin = _named_elsewhere(folder, (*site.erased, *stands_in))
+    if twin:
+        reason = f"{twin[1]} is named in {twin[0]}, which transformers might load"
+        return Probe(status="ACTIVE", reason=reason, alive=(twin[1],))
+    return Probe(status="ERASED", reason=_erased_reason(site, stands_in))
+
+
+def _find(folder: Path, pattern: str) -> _Site:
+    if not folder.is_dir():
+        raise CheckpointError("no such directory", where=str(folder), fix="give the directory of a model")
+    files = sorted(folder.rglob("*.safetensors"))
+    plan = load_manifest(folder).plan if (folder / MANIFEST).is_file() else None
+    if not files and plan is None:
+        raise CheckpointError(f"neither weights nor {MANIFEST}", where=str(folder), fix="give the directory of a model")
+    infos = [info for path in files for info in read_header(path, path.relative_to(folder).as_posix())]
+    present = tuple(info for info in infos if _matches(info.name, pattern))
+    if plan is None:
+        return _Site(pattern, (), frozenset(), (), present)
+    switches = tuple(site for site in _gone_sites(plan) if _matches(site, pattern))
+    by_site = {name for r in plan.of_kind(ShortCircuit) if r.site in switches for name in r.tensors}
+    erased, placeholders = erased_names(plan)
+    gone = sorted(name for name in erased if name in by_site or _matches(name, pattern))
+    named = tuple(info for info in infos if info.name in gone and info not in present)
+    return _Site(pattern, tuple(gone), placeholders, switches, (*present, *named))
+
+
+def _gone_sites(plan: Plan) -> Iterator[str]:
+    """Yield the modules that the plan takes out for good, by tensors or by a config switch alone."""
+    for rewrite in plan.rewrites:
+        if isinstance(rewrite, Specialise) or (isinstance(rewrite, ShortCircuit) and rewrite.stage == "erase"):
+            yield rewrite.site
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether the glob matches the name, or a module path that leads to it."""
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
+def _is_placeholder(folder: Path, info: TensorInfo, site: _Site) -> bool:
+    form = (info.dtype, info.shape) == (PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE)
+    return form and info.name in site.placeholders and _is_zero(folder, info)
+
+
+def _is_zero(folder: Path, info: TensorInfo) -> bool:
+    with (folder / info.file).open("rb") as stream:
+        stream.seek(info.start)
+        left = info.nbytes
+        while left > 0:
+            piece = stream.read(min(CHUNK, left))
+            if piece.count(0) != len(piece):
+                return False
+            left -= len(piece)
+    return True
+
+
+def _named_elsewhere(folder: Path, names: Iterable[str]) -> tuple[str, str] | None:
+    """Look through every byte of other weight formats for an erased name; return (file, name)."""
+    wanted = [(name, name.encode()) for name in names]
+    for path in sorted(folder.rglob("*")):
+        if path.suffix not in FOREIGN_WEIGHTS or not path.is_file():
+            continue
+        tail = b""
+        for piece in chunks(path):
+            window = tail + piece
+            found = next((name for name, raw in wanted if raw in window), None)
+            if found is not None:
+                return path.relative_to(folder).as_posix(), found
+            tail = window[-max((len(raw) for _, raw in wanted), default=1) :]
+    return None
+
+
+def _erased_reason(site: _Site, stands_in: set[str]) -> str:
+    if not site.erased:
+        return f"switched off in config.json at {_listed(site.switches)}; no file has such a tensor"
+    reason = f"the plan erases {len(site.erased)} tensors that match, and no file has them"
+    return f"{reason}, but for {len(stands_in)} placeholders of 16 zero bytes" if stands_in else reason
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")

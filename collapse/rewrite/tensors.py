@@ -1,0 +1,214 @@
+"""The tensor interpreter: what every tensor of the output is, as byte ranges of the source.
+
+No tensor is computed: each byte of the output's weights is a byte of the source, or belongs to a placeholder of
+zeros. Writer and verifier both follow these pieces, and neither needs torch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
+from collapse.errors import PlanError
+from collapse.plan import Erase, IndexSet, Narrow, Plan, ShortCircuit
+from collapse.rewrite.ties import duplicates
+
+PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, PLACEHOLDER = "F32", (4,), bytes(16)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes `[start, stop)` of the source's weight file `file`."""
+
+    file: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One tensor of the output.
+
+    `source` is the tensor that it is cut from, None for a placeholder; `kept` maps a narrowed dimension to the
+    rows that stay.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: TensorInfo | None
+    kept: Mapping[int, IndexSet] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return self.numel * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether the tensor only stands in for one that is gone."""
+        return self.source is None
+
+    def pieces(self) -> Iterator[Piece | bytes]:
+        """Yield what the data consists of, in order: ranges of the source, or literal bytes."""
+        if self.source is None:
+            yield PLACEHOLDER
+            return
+        bits = DTYPE_BITS[self.dtype]
+        for start, stop in _coalesced(_element_runs(self.source.shape, self.kept)):
+            yield Piece(self.source.file, self.source.start + start * bits // 8, self.source.start + stop * bits // 8)
+
+
+def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ...]:
+    """Return every tensor of the output, in the source's order.
+
+    Of tensors that the model ties and whose bytes are equal, only the one that it reads is written. Raises
+    `PlanError` where the plan does not fit the checkpoint.
+    """
+    erased, placeholders = _erased(checkpoint, plan)
+    narrowed = _narrowed(checkpoint, plan)
+    for name in narrowed:
+        if name in erased:
+            raise PlanError(f"tensor {name} is both erased and narrowed", where="plan", fix="make a new plan")
+    alive = {name: info for name, info in checkpoint.tensors.items() if name not in erased}
+    copies = {
+        name: original
+        for name, original in duplicates(checkpoint).items()
+        if original in alive and narrowed.get(name, {}) in ({}, narrowed.get(original, {}))
+    }
+    return tuple(
+        _output(info, narrowed.get(name, {}), name in placeholders)
+        for name, info in checkpoint.tensors.items()
+        if (name in alive or name in placeholders) and name not in copies
+    )
+
+
+def erased_names(plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of the tensors that the plan takes out of the file, and of those that leave a placeholder."""
+    erased = {name for rewrite in plan.of_kind(Erase) for name in rewrite.tensors}
+    shorted = [rewrite for rewrite in plan.of_kind(ShortCircuit) if rewrite.stage == "erase"]
+    erased |= {name for rewrite in shorted for name in rewrite.tensors}
+    placeholders = {name for rewrite in shorted if rewrite.placeholder for name in rewrite.tensors}
+    return frozenset(erased), frozenset(placeholders)
+
+
+def token_narrow(plan: Plan) -> Narrow | None:
+    """Return the rewrite that renumbers the token ids, if there is one; two would contradict each other."""
+    found = [rewrite for rewrite in plan.of_kind(Narrow) if rewrite.relabels == "tokens"]
+    if len(found) > 1:
+        raise PlanError("token ids are renumbered twice", where=found[1].site, fix="make a new plan")
+    return found[0] if found else None
+
+
+def config_edits(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+    """Return `config` with the dotted-path edits of all rewrites applied, later ones over earlier ones.
+
+    Raises `PlanError` where the object that an edit belongs to is not there; the last part may be new.
+    """
+    edited = copy.deepcopy(dict(config))
+    for rewrite in plan.rewrites:
+        for path, value in sorted(rewrite.config.items()):
+            *parents, last = path.split(".")
+            place: Any = edited
+            for part in parents:
+                place = place.get(part) if isinstance(place, dict) else None
+            if not isinstance(place, dict):
+                raise PlanError(f"config.json has no {'.'.join(parents)}", where=path, fix="make a new plan")
+            place[last] = copy.deepcopy(value)
+    return edited
+
+
+def _output(info: TensorInfo, kept: Mapping[int, IndexSet], placeholder: bool) -> OutputTensor:
+    if placeholder:
+        return OutputTensor(info.name, PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, None)
+    shape = tuple(len(kept[dim]) if dim in kept else size for dim, size in enumerate(info.shape))
+    _require_whole_bytes(info, kept)
+    return OutputTensor(info.name, info.dtype, shape, info, kept)
+
+
+def _erased(checkpoint: Checkpoint, plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
+    token_narrow(plan)
+    for rewrite in (*plan.of_kind(Erase), *plan.of_kind(ShortCircuit)):
+        for name in rewrite.tensors:
+            _require_tensor(checkpoint, name, rewrite.site)
+    return erased_names(plan)
+
+
+def _narrowed(checkpoint: Checkpoint, plan: Plan) -> dict[str, dict[int, IndexSet]]:
+    kept: dict[str, dict[int, IndexSet]] = {}
+    for rewrite in plan.of_kind(Narrow):
+        _require_rows(rewrite)
+        for axis in rewrite.axes:
+            shape = _require_tensor(checkpoint, axis.tensor, rewrite.site).shape
+            where = f"{axis.tensor} dim {axis.dim}"
+            if not 0 <= axis.dim < len(shape):
+                raise PlanError(f"the tensor has {len(shape)} dimensions", where=where, fix="make a new plan")
+            if shape[axis.dim] != rewrite.size:
+                message = f"has {shape[axis.dim]} rows, the plan says {rewrite.size}"
+                raise PlanError(message, where=where, fix="make a new plan for this source")
+            dims = kept.setdefault(axis.tensor, {})
+            if axis.dim in dims:
+                raise PlanError("narrowed twice", where=where, fix="make a new plan")
+            dims[axis.dim] = rewrite.kept
+    return kept
+
+
+def _require_tensor(checkpoint: Checkpoint, name: str, site: str) -> TensorInfo:
+    info = checkpoint.tensors.get(name)
+    if info is None:
+        raise PlanError(f"the checkpoint has no tensor {name}", where=site, fix="make a new plan for this source")
+    return info
+
+
+def _require_rows(rewrite: Narrow) -> None:
+    if not rewrite.kept.runs:
+        raise PlanError("no row is kept", where=rewrite.site, fix="make a new plan")
+    if rewrite.kept.runs[-1][1] > rewrite.size or rewrite.kept.runs[0][0] < 0:
+        wrong = f"row range {list(rewrite.kept.runs[-1])} is out of range for {rewrite.size} rows"
+        raise PlanError(wrong, where=rewrite.site, fix="make a new plan")
+
+
+def _require_whole_bytes(info: TensorInfo, kept: Mapping[int, IndexSet]) -> None:
+    """Refuse to cut a tensor of 4- or 6-bit elements in the middle of a byte."""
+    bits = DTYPE_BITS[info.dtype]
+    if bits % 8 and kept and prod(info.shape[max(kept) + 1 :]) * bits % 8:
+        raise PlanError(f"a row of {info.dtype} elements ends within a byte", where=info.name, fix="keep it whole")
+
+
+def _element_runs(
+    shape: tuple[int, ...], kept: Mapping[int, IndexSet], dim: int = 0, base: int = 0
+) -> Iterator[tuple[int, int]]:
+    """Yield the runs of element numbers that stay, of the part of the tensor from `base` at depth `dim`."""
+    if dim == len(shape):
+        yield base, base + 1
+        return
+    inner = prod(shape[dim + 1 :])
+    if not any(later > dim for later in kept):
+        for start, stop in kept[dim].runs if dim in kept else ((0, shape[dim]),):
+            yield base + start * inner, base + stop * inner
+        return
+    for row in kept[dim] if dim in kept else range(shape[dim]):
+        yield from _element_runs(shape, kept, dim + 1, base + row * inner)
+
+
+def _coalesced(runs: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Join runs that touch, and drop empty ones."""
+    current: tuple[int, int] | None = None
+    for start, stop in runs:
+        if current and current[1] == start:
+            current = (current[0], stop)
+        elif stop > start:
+            if current:
+                yield current
+            current = (start, stop)
+    if current:
+        yield current

@@ -1,0 +1,59 @@
+"""Tensors that a checkpoint holds twice although the model ties them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from collapse.checkpoint import Checkpoint, TensorInfo
+
+
+def duplicates(checkpoint: Checkpoint) -> Mapping[str, str]:
+    """Return copy -> original for tensors that the model ties and whose bytes are equal.
+
+    The original is the name that the model declares as the source of the tie. transformers unties two tensors
+    of different value, so those are left alone. Only word embeddings are looked at: no causal LM ties others.
+    """
+    tables = [info for info in checkpoint.tensors.values() if _is_vocabulary_table(checkpoint, info)]
+    if len({(info.dtype, info.shape) for info in tables}) == len(tables):
+        return {}
+    found: dict[str, str] = {}
+    for copy, original in _tied_names(checkpoint):
+        left, right = checkpoint.tensors.get(copy), checkpoint.tensors.get(original)
+        if left and right and same_bytes(checkpoint, left, right):
+            found[copy] = original
+    return found
+
+
+def same_bytes(checkpoint: Checkpoint, left: TensorInfo, right: TensorInfo) -> bool:
+    """Whether two tensors have the same dtype, shape and data; read in pieces of 4 MiB."""
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return False
+    step = 1 << 22
+    with (checkpoint.root / left.file).open("rb") as one, (checkpoint.root / right.file).open("rb") as two:
+        one.seek(left.start)
+        two.seek(right.start)
+        spans = range(0, left.nbytes, step)
+        return all(one.read(min(step, left.nbytes - at)) == two.read(min(step, left.nbytes - at)) for at in spans)
+
+
+def _is_vocabulary_table(checkpoint: Checkpoint, info: TensorInfo) -> bool:
+    text = checkpoint.config.get("text_config")
+    sizes = {part.get("vocab_size") for part in (checkpoint.config, text) if isinstance(part, dict)}
+    return len(info.shape) == 2 and info.shape[0] in sizes
+
+
+def _tied_names(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield (target, source) of every tie of the model, as the checkpoint spells the names."""
+    from collapse.trace import load_config, meta_model, quiet  # torch is only needed in this rare case
+
+    with quiet():
+        model = meta_model(load_config(checkpoint))
+    prefix = f"{model.base_model_prefix}."
+    for target, source in sorted(model.all_tied_weights_keys.items()):
+        yield _spelled(checkpoint, target, prefix), _spelled(checkpoint, source, prefix)
+
+
+def _spelled(checkpoint: Checkpoint, name: str, prefix: str) -> str:
+    """Checkpoints of the bare base model lack its prefix; transformers reads them all the same."""
+    bare = name.removeprefix(prefix)
+    return bare if name not in checkpoint.tensors and bare in checkpoint.tensors else name

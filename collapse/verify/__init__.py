@@ -1,0 +1,5 @@
+"""Checks an output directory against its source: the files byte for byte, and the model by running it."""
+
+from collapse.verify.run import verify
+
+__all__ = ["verify"]

@@ -1,0 +1,231 @@
+"""Checks the model by running it: reloaded from disk with plain transformers, against the source and the graph.
+
+One model is in memory at a time: the source runs first, what is compared is kept, then the output is loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from collapse.checkpoint import Checkpoint
+from collapse.errors import CheckpointError
+from collapse.plan import Plan, ShortCircuit
+from collapse.rewrite.tensors import erased_names, token_narrow
+from collapse.trace import Program, quiet
+from collapse.verdict import Check
+from collapse.verify.compare import (
+    EQ,
+    Counterexample,
+    Finding,
+    cached_blocks,
+    compare_greedy,
+    compare_logits,
+    compare_pieces,
+    full_blocks,
+    padded_blocks,
+    piecewise,
+)
+from collapse.verify.job import Job, Settings, make_job
+from collapse.verify.observe import ModelRunner, Observation, ProgramRunner, observe
+
+Rewritten = tuple[Program, Mapping[str, torch.Tensor]]
+Reference = Rewritten | Callable[[], Rewritten]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What transformers reported about a checkpoint, and what the model said."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+    seen: Observation
+
+
+def dynamic_checks(
+    output: Path,
+    source: Checkpoint,
+    plan: Plan,
+    samples: Sequence[Sequence[int]],
+    *,
+    reference: Reference | None = None,
+    settings: Settings | None = None,
+) -> tuple[tuple[Check, ...], Counterexample | None]:
+    """Run source, output and, if given, the rewritten graph on in-schema `samples` of source token ids.
+
+    Returns the checks and the first counterexample. Raises `CheckpointError` where the source itself cannot be
+    loaded whole.
+    """
+    narrow = token_narrow(plan)
+    dropped = _dropped_token(samples, frozenset(narrow.kept) if narrow else range(_vocabulary(source)))
+    if dropped is not None:
+        number, position, token = dropped
+        detail = f"sample {number} has token {token} at position {position}, which the output does not have"
+        example: Counterexample = {
+            "check": "samples", "ids": list(samples[number]), "position": position, "expected": token, "found": None
+        }  # fmt: skip
+        return (Check(name="samples", passed=False, detail=detail),), example
+    try:
+        context = _context(source.root, output)
+    except Exception as error:  # transformers raises many kinds for a bad config
+        return (_not_loaded(error),), None
+    columns = list(narrow.kept) if narrow else None
+    job = make_job(samples, len(columns) if columns else _vocabulary(source), context, settings or Settings())
+    return _compare(output, source, plan, job, columns, reference)
+
+
+def _compare(
+    output: Path,
+    source: Checkpoint,
+    plan: Plan,
+    job: Job,
+    columns: list[int] | None,
+    reference: Reference | None,
+) -> tuple[tuple[Check, ...], Counterexample | None]:
+    before = _run_source(source, job, columns)
+    new_job = job.renumbered({old: new for new, old in enumerate(columns)}) if columns else job
+    try:
+        after = _load_and_run(output, new_job, None)
+    except Exception as error:  # whatever stops the load or the run is the finding
+        return (_not_loaded(error),), None
+    loading = _loading_check(after, plan, before.unexpected)
+    sizes = {tuple(seen.full[0].shape) for seen in (before.seen, after.seen)}
+    if len(sizes) > 1:
+        detail = f"the models give logits of different width: {sorted(size[1] for size in sizes)}"
+        return (loading, Check(name="logits", passed=False, detail=detail)), None
+    findings = _against_source(job, before.seen, after.seen, plan, columns)
+    if reference is not None:
+        findings += _against_graph(job, new_job, reference, before.seen, after.seen, plan, columns)
+    examples = [example for _, example in findings if example is not None]
+    return (loading, *(check for check, _ in findings)), next(iter(examples), None)
+
+
+def allowed_difference(plan: Plan) -> float:
+    """Return the largest logit difference that a short circuit's evidence allows; 0 where all claims are exact."""
+    inexact = (
+        rewrite.evidence.figures.get("tolerance", 0.0)
+        for rewrite in plan.of_kind(ShortCircuit)
+        if rewrite.evidence.grade != "proved" and rewrite.stage != "fuse"
+    )
+    return max((float(figure) for figure in inexact), default=0.0)
+
+
+def _against_source(
+    job: Job, before: Observation, after: Observation, plan: Plan, columns: list[int] | None
+) -> list[Finding]:
+    ids = columns or list(range(before.full[0].shape[1]))
+    tolerance = EQ.widened(allowed_difference(plan))
+    findings = [compare_logits("logits: prefill", full_blocks(job, before, after), tolerance, ids)]
+    if before.cached or after.cached:
+        findings.append(_cached(job, before, after, plan, ids))
+    findings.append(compare_logits("logits: left padding", padded_blocks(job, before, after), tolerance, ids))
+    own, theirs = list(piecewise(job, after)), list(piecewise(job, before))
+    findings.append(compare_pieces("cache and padding", own, theirs))
+    findings.append(_greedy("greedy", before, after, plan, ids))
+    return findings
+
+
+def _cached(job: Job, before: Observation, after: Observation, plan: Plan, ids: list[int]) -> Finding:
+    blocks = cached_blocks(job, before, after)
+    if not blocks:
+        return Check(name="logits: cache", passed=False, detail="only one of both models has a cache"), None
+    return compare_logits("logits: cache", blocks, EQ.widened(allowed_difference(plan)), ids)
+
+
+def _greedy(name: str, before: Observation, after: Observation, plan: Plan, ids: list[int]) -> Finding:
+    scale = max(float(logits.abs().max()) for logits in before.full)
+    slack = 2 * (EQ.absolute + EQ.relative * scale + allowed_difference(plan))
+    pairs = list(zip(before.greedy, after.greedy, strict=True))
+    return compare_greedy(name, pairs, ids, slack, frozenset(ids))
+
+
+def _against_graph(
+    job: Job,
+    new_job: Job,
+    reference: Reference,
+    before: Observation,
+    after: Observation,
+    plan: Plan,
+    columns: list[int] | None,
+) -> list[Finding]:
+    """The rewritten graph on weights in memory is a second path to the same function; neither reads the other's."""
+    program, weights = reference() if callable(reference) else reference
+    graph = observe(ProgramRunner(program, weights), new_job)
+    ids = columns or list(range(before.full[0].shape[1]))
+    wide = EQ.widened(allowed_difference(plan))
+    findings = [
+        compare_logits("graph: prefill", full_blocks(job, graph, after), EQ, ids),
+        compare_logits("graph and source: prefill", full_blocks(job, before, graph), wide, ids),
+    ]
+    if graph.cached:
+        findings.append(compare_logits("graph: cache", cached_blocks(job, graph, after), EQ, ids))
+        findings.append(compare_logits("graph and source: cache", cached_blocks(job, before, graph), wide, ids))
+    findings.append(_greedy("graph: greedy", before, graph, plan, ids))
+    return findings
+
+
+def _run_source(source: Checkpoint, job: Job, columns: list[int] | None) -> Loaded:
+    found = _load_and_run(source.root, job, None if columns is None else torch.tensor(columns))
+    if found.missing or found.mismatched:
+        name = (*found.missing, *found.mismatched)[0]
+        message = f"transformers finds no fitting {name} in the source and would use random numbers"
+        raise CheckpointError(message, where=source.label, fix="give a complete checkpoint")
+    return found
+
+
+def _load_and_run(folder: Path, job: Job, columns: torch.Tensor | None) -> Loaded:
+    with quiet():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+        seen = observe(ModelRunner(model.eval()), job, columns)
+    del model
+    gc.collect()
+    names = {key: tuple(sorted(str(name) for name in info.get(key, ()))) for key in info}
+    return Loaded(names["missing_keys"], names["unexpected_keys"], names["mismatched_keys"], seen)
+
+
+def _loading_check(after: Loaded, plan: Plan, inherited: Sequence[str]) -> Check:
+    """Unexpected keys are fine only where the plan declares them, or the source has the same."""
+    kept = {n for rewrite in plan.of_kind(ShortCircuit) if rewrite.stage != "erase" for n in rewrite.tensors}
+    declared = kept | erased_names(plan)[1] | set(inherited)
+    strange = [name for name in after.unexpected if name not in declared]
+    figures: dict[str, float | int | str] = {
+        "missing": len(after.missing),
+        "mismatched": len(after.mismatched),
+        "unexpected": len(strange),
+        "declared": len(after.unexpected) - len(strange),
+    }
+    problems = [f"missing {name}" for name in after.missing] + [f"unexpected {name}" for name in strange]
+    problems += [f"mismatched {name}" for name in after.mismatched]
+    detail = f"keys: {', '.join(problems[:5])}" if problems else "every key of the model is in the files, and no other"
+    return Check(name="load", passed=not problems, detail=detail, figures=figures)
+
+
+def _not_loaded(error: Exception) -> Check:
+    reason = " ".join((str(error).strip() or type(error).__name__).split())[:300]
+    return Check(name="load", passed=False, detail=f"transformers cannot run the output: {reason}")
+
+
+def _dropped_token(samples: Sequence[Sequence[int]], kept: Container[int]) -> tuple[int, int, int] | None:
+    """Return (sample, position, token) of the first token that is not kept."""
+    found = ((n, at, token) for n, ids in enumerate(samples) for at, token in enumerate(ids) if token not in kept)
+    return next(found, None)
+
+
+def _context(*folders: Path) -> int | None:
+    """Return the longest sequence that all models take; None where no config bounds it."""
+    with quiet():
+        configs = [AutoConfig.from_pretrained(str(f), local_files_only=True).get_text_config() for f in folders]
+    bounds = [getattr(config, "max_position_embeddings", None) for config in configs]
+    return min((bound for bound in bounds if isinstance(bound, int)), default=None)
+
+
+def _vocabulary(source: Checkpoint) -> int:
+    return int(AutoConfig.from_pretrained(str(source.root), local_files_only=True).get_text_config().vocab_size)

@@ -1,0 +1,216 @@
+"""Checks of the files alone, without torch: everything in the output is derived again from plan and source.
+
+The manifest is not trusted about tensors: names, shapes and bytes are compared with the source's rows, so that
+a manifest edited to fit tampered files is caught.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from collapse.checkpoint import INDEX, SINGLE, Checkpoint, TensorInfo, read_header, read_json
+from collapse.erase import side_files
+from collapse.errors import CollapseError
+from collapse.manifest import Manifest, file_names, is_report, load_manifest, record_of
+from collapse.plan import Plan
+from collapse.rewrite.bytes import SourceReader
+from collapse.rewrite.layout import header
+from collapse.rewrite.tensors import OutputTensor, erased_names, output_tensors
+from collapse.verdict import Check
+
+SHOWN = 20  # failures listed of one kind; the rest are counted
+
+
+def static_checks(output: Path, source: Checkpoint | None, plan: Plan | None = None) -> tuple[Check, ...]:
+    """Return the outcome of every check of the files in `output`.
+
+    With `plan` the output must be of exactly that plan. Without `source` only its inner consistency can be
+    checked, and the checks against the source are reported as not run.
+    """
+    try:
+        manifest = load_manifest(output)
+    except CollapseError as error:
+        return (Check(name="manifest", passed=False, detail=str(error)),)
+    checks = [*_manifest_checks(manifest, plan), *_file_checks(output, manifest)]
+    tensors, broken = read_tensors(output)
+    checks += broken
+    if source is None:
+        reason = "no source was given, so nothing but the output's own digests was checked"
+        return (*checks, Check(name="source", passed=None, detail=reason))
+    return (*checks, *_source_checks(output, source, manifest, tensors))
+
+
+def read_tensors(output: Path) -> tuple[dict[str, TensorInfo], list[Check]]:
+    """Return the tensors of every safetensors file of the directory, and failed checks for damaged or strange ones."""
+    found: dict[str, TensorInfo] = {}
+    failures: list[Check] = []
+    for path in sorted(output.rglob("*.safetensors")):
+        name = path.relative_to(output).as_posix()
+        try:
+            infos = read_header(path, name) if path.is_file() else ()
+        except (CollapseError, OSError) as error:
+            failures.append(Check(name="weight file", passed=False, detail=str(error)))
+            continue
+        for info in infos:
+            if info.name in found:
+                detail = f"{name}: tensor {info.name} is also in {found[info.name].file}"
+                failures.append(Check(name="weight file", passed=False, detail=detail))
+            found.setdefault(info.name, info)
+    return found, failures
+
+
+def _manifest_checks(manifest: Manifest, plan: Plan | None) -> Iterator[Check]:
+    matches = manifest.plan.digest == manifest.plan_digest
+    detail = "the plan's digest matches" if matches else "collapse.json: the plan was edited, its digest does not match"
+    yield Check(name="plan digest", passed=matches, detail=detail)
+    if plan is not None:
+        same = manifest.plan.digest == plan.digest
+        yield Check(
+            name="expected plan",
+            passed=same,
+            detail="the plan is the expected one" if same else "collapse.json: the plan is another than the expected",
+        )
+
+
+def _file_checks(output: Path, manifest: Manifest) -> Iterator[Check]:
+    names = file_names(output)
+    problems = [f"{name}: listed in collapse.json, but missing" for name in manifest.files if name not in names]
+    for name in names:
+        path = output / name
+        if name not in manifest.files:
+            problems.append(f"{name}: not listed in collapse.json")
+        elif path.is_symlink() or not path.is_file():
+            problems.append(f"{name}: no plain file")
+        elif record_of(path) != manifest.files[name]:
+            problems.append(f"{name}: size or sha256 differs from collapse.json")
+    yield from _summed("files", problems, f"{len(manifest.files)} files have their recorded size and sha256")
+
+
+def _source_checks(
+    output: Path, source: Checkpoint, manifest: Manifest, tensors: Mapping[str, TensorInfo]
+) -> Iterator[Check]:
+    fits = source.digest == manifest.plan.source == manifest.source.digest
+    detail = "the source is the one that was collapsed" if fits else "the source is another than the plan's"
+    yield Check(name="source", passed=fits, detail=detail)
+    try:
+        expected = output_tensors(source, manifest.plan)
+        sides = side_files(source, manifest.plan)
+    except CollapseError as error:
+        yield Check(name="plan", passed=False, detail=f"the plan does not fit the source: {error}")
+        return
+    gone = erased_names(manifest.plan)[0]
+    yield from _summed("tensors", list(_tensor_problems(expected, tensors, gone)), _tensors_detail(expected, gone))
+    survivors = [t for t in expected if t.name in tensors and _same_form(t, tensors[t.name])]
+    compared = sum(tensor.nbytes for tensor in survivors)
+    problems = list(_byte_problems(output, source, survivors, tensors))
+    yield from _summed("tensor bytes", problems, f"{compared} bytes equal the source's", bytes=compared)
+    problems = list(_header_problems(output, expected, tensors))
+    yield from _summed("headers", problems, "each weight file is its canonical header and these tensors, no more")
+    problems = list(_side_problems(output, source, sides))
+    yield from _summed("side files", problems, f"{len(sides)} config and tokenizer files are as the plan makes them")
+
+
+def _summed(name: str, problems: list[str], good: str, **figures: int) -> Iterator[Check]:
+    """Yield one passed check, or one failed check a problem."""
+    if not problems:
+        yield Check(name=name, passed=True, detail=good, figures=dict(figures))
+    for problem in problems[:SHOWN]:
+        yield Check(name=name, passed=False, detail=problem)
+    if len(problems) > SHOWN:
+        yield Check(name=name, passed=False, detail=f"and {len(problems) - SHOWN} more")
+
+
+def _tensors_detail(expected: tuple[OutputTensor, ...], gone: frozenset[str]) -> str:
+    return f"{len(expected)} tensors are there with their dtype and shape, {len(gone)} erased ones are not"
+
+
+def _same_form(tensor: OutputTensor, info: TensorInfo) -> bool:
+    return (tensor.dtype, tensor.shape) == (info.dtype, info.shape)
+
+
+def _tensor_problems(
+    expected: tuple[OutputTensor, ...], tensors: Mapping[str, TensorInfo], gone: frozenset[str]
+) -> Iterator[str]:
+    wanted = {tensor.name: tensor for tensor in expected}
+    for name, info in tensors.items():
+        if name not in wanted:
+            kind = "the erased tensor is in the file" if name in gone else "a tensor that the plan does not keep"
+            yield f"{info.file}: {name}: {kind}"
+        elif not _same_form(wanted[name], info):
+            form = f"{info.dtype} {list(info.shape)}, should be {wanted[name].dtype} {list(wanted[name].shape)}"
+            back = "the erased tensor is in the file: " if wanted[name].is_placeholder else ""
+            yield f"{info.file}: {name}: {back}{form}"
+    for name in sorted(wanted.keys() - tensors.keys()):
+        yield f"{name}: a tensor that must survive is missing"
+
+
+def _byte_problems(
+    output: Path, source: Checkpoint, survivors: list[OutputTensor], tensors: Mapping[str, TensorInfo]
+) -> Iterator[str]:
+    with SourceReader(source) as reader:
+        for tensor in survivors:
+            info = tensors[tensor.name]
+            at = _first_difference(output / info.file, info, reader.chunks(tensor))
+            if at is not None:
+                origin = "placeholder's zeros" if tensor.is_placeholder else "source"
+                yield f"{info.file}: {tensor.name}: byte {at} differs from the {origin}"
+
+
+def _first_difference(path: Path, info: TensorInfo, chunks: Iterator[bytes]) -> int | None:
+    position = 0
+    with path.open("rb") as stream:
+        stream.seek(info.start)
+        for chunk in chunks:
+            there = stream.read(len(chunk))
+            if there != chunk:
+                pairs = enumerate(zip(there, chunk, strict=False))
+                return position + next((i for i, (a, b) in pairs if a != b), len(there))
+            position += len(chunk)
+    return None
+
+
+def _header_problems(
+    output: Path, expected: tuple[OutputTensor, ...], tensors: Mapping[str, TensorInfo]
+) -> Iterator[str]:
+    """A header may hold nothing but the tensors: metadata and padding are places to hide bytes in."""
+    wanted = {tensor.name: tensor for tensor in expected}
+    weight_map = {name: info.file for name, info in tensors.items()}
+    for file in sorted(set(weight_map.values())):
+        inside = [wanted[name] for name, place in weight_map.items() if place == file and name in wanted]
+        right = header(inside)
+        with (output / file).open("rb") as stream:
+            if stream.read(len(right)) != right:
+                yield f"{file}: the header is not the canonical one of its tensors"
+    yield from _index_problems(output, weight_map)
+
+
+def _index_problems(output: Path, weight_map: Mapping[str, str]) -> Iterator[str]:
+    files = set(weight_map.values())
+    for path in sorted(output.rglob("*.safetensors")):
+        if path.relative_to(output).as_posix() not in files:
+            yield f"{path.name}: a weight file without tensors"
+    if not (output / INDEX).is_file():
+        if files != {SINGLE}:
+            yield f"{INDEX}: missing, though the weights are not in {SINGLE} alone"
+        return
+    try:
+        listed = read_json(output / INDEX).get("weight_map")
+    except CollapseError as error:
+        listed = str(error)
+    if listed != weight_map:
+        yield f"{INDEX}: does not list the tensors that are there"
+
+
+def _side_problems(output: Path, source: Checkpoint, sides: Mapping[str, bytes | None]) -> Iterator[str]:
+    for name, content in sides.items():
+        right = (source.root / name).read_bytes() if content is None else content
+        path = output / name
+        if not path.is_file():
+            yield f"{name}: missing"
+        elif path.read_bytes() != right:
+            yield f"{name}: differs from what source and plan make of it"
+    for name in file_names(output):
+        known = name in sides or name == INDEX or name.endswith(".safetensors")
+        if not known and not is_report(name):
+            yield f"{name}: a file that neither the source nor the report accounts for"
