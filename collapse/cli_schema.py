@@ -29,12 +29,8 @@ _ABOUT = {
 }
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
-Spec = Annotated[
-    str, typer.Argument(metavar="NAME|FILE|JSON", help="A built-in name, a file, or inline JSON.")
-]
-Field = Annotated[
-    str | None, typer.Option("--field", help="The field of .jsonl records that holds the text.")
-]
+Spec = Annotated[str, typer.Argument(metavar="NAME|FILE|JSON", help="A built-in name, a file, or inline JSON.")]
+Field = Annotated[str | None, typer.Option("--field", help="The field of .jsonl records that holds the text.")]
 
 
 @schema_app.command("list", epilog="Example: collapse schema list --json")
@@ -90,9 +86,7 @@ def check(
 def infer(
     files: Annotated[list[Path], typer.Argument(metavar="FILES...", help="Text as the model will get it.")],
     as_json: Json = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the schema there, as JSON.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the schema there, as JSON.")] = None,
 ) -> None:
     """Derive a schema that exactly covers your files, and print what was seen."""
     schema, observed = infer_schema(files)

@@ -103,11 +103,7 @@ def builtin_corpus(schema: InputSchema) -> Corpus:
     Raises `SchemaError` if nothing is left.
     """
     files = sorted((BUILTIN / schema.type).iterdir())
-    read = [
-        (path.name, text)
-        for path in files
-        for text in _documents_of(path, path.name, schema, None, strict=False)
-    ]
+    read = [(path.name, text) for path in files for text in _documents_of(path, path.name, schema, None, strict=False)]
     kept = [(name, text) for name, text in read if schema.violation(text) is None]
     if not kept:
         what = f"no document of the built-in {schema.type} sample obeys it"
@@ -147,9 +143,7 @@ def split(corpus: Corpus, seed: int = 0, held_out: float = 0.25) -> Split:
     return Split(parts[0], parts[1], digests, seed)
 
 
-def sample_texts(
-    schema: InputSchema, source: Split | Corpus, seed: int, count: int, length_chars: int
-) -> list[str]:
+def sample_texts(schema: InputSchema, source: Split | Corpus, seed: int, count: int, length_chars: int) -> list[str]:
     """Return `count` seeded samples of up to `length_chars` characters, each an input under `schema`.
 
     A sample starts at a random line of a random block (of the calibration part, for a split) or document and
@@ -177,9 +171,7 @@ def sample_tokens(schema: InputSchema, seed: int, count: int, length: int) -> li
     return [draw.choices(schema.tokens, k=length) for _ in range(count)]
 
 
-def _documents_of(
-    path: Path, name: str, schema: InputSchema, field: str | None, *, strict: bool
-) -> Iterator[str]:
+def _documents_of(path: Path, name: str, schema: InputSchema, field: str | None, *, strict: bool) -> Iterator[str]:
     """Yield the documents of one file; `strict` refuses text that breaks the schema."""
     text = textfile.read_text(path)
     suffix = textfile.suffix(path)

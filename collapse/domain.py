@@ -48,9 +48,7 @@ class StatedDomain(Record):
     @model_validator(mode="after")
     def _one_way(self) -> StatedDomain:
         if self.charset is not None and self.tokens is not None:
-            raise ValueError(
-                "fields charset and tokens exclude each other: allowed is one of them, or neither"
-            )
+            raise ValueError("fields charset and tokens exclude each other: allowed is one of them, or neither")
         return self
 
 

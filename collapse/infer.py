@@ -15,9 +15,7 @@ from collapse.schema import InputSchema, TextType
 
 SOURCE_SUFFIXES = frozenset(
     f".{name}"
-    for name in re.findall(
-        r"\w+", "c cc cpp cs go h hpp java js jsx kt lua php pl py pyi rb rs sh sql swift ts"
-    )
+    for name in re.findall(r"\w+", "c cc cpp cs go h hpp java js jsx kt lua php pl py pyi rb rs sh sql swift ts")
 )
 LOG_SHARE = 0.4
 CODE_SHARE = 0.25

@@ -7,13 +7,15 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from torch import nn
 
 TIMINGS = "COLLAPSE_TIMINGS"
+FORWARD = "model forward"
 
 
 class Stopwatch:
@@ -51,6 +53,20 @@ class Stopwatch:
         self._bars.update(self._tasks[what], completed=done, total=total)
         if done >= total:
             self._bars.remove_task(self._tasks.pop(what))
+
+    def measure_forward(self, model: nn.Module) -> None:
+        """Count the model's own forward passes as a stage of their own, wherever they happen."""
+        running: list[AbstractContextManager[None]] = []
+
+        def enter(*_: object) -> None:
+            running.append(self.stage(FORWARD))
+            running[-1].__enter__()
+
+        def leave(*_: object) -> None:
+            running.pop().__exit__(None, None, None)
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(leave, always_call=True)
 
     def finish(self) -> None:
         """Write the timings where they were asked for."""

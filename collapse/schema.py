@@ -133,9 +133,7 @@ class InputSchema(StatedDomain):
     def check_tokens(self, ids: Sequence[int]) -> None:
         """Raise `SchemaError` if there are more than `max_tokens` ids or one is not in `tokens`."""
         if self.max_tokens is not None and len(ids) > self.max_tokens:
-            raise SchemaError(
-                f"{len(ids)} tokens break max_tokens {self.max_tokens}", fix="shorten the input"
-            )
+            raise SchemaError(f"{len(ids)} tokens break max_tokens {self.max_tokens}", fix="shorten the input")
         allowed = None if self.tokens is None else set(self.tokens)
         for position, token in enumerate(ids):
             if token < 0 or (allowed is not None and token not in allowed):
@@ -159,9 +157,7 @@ def _stray(text: str, outside: set[str], charset: str) -> Violation:
     ends = list(_LINE_END.finditer(text, 0, at))
     column = at - (ends[-1].end() if ends else 0) + 1
     shown = charset if len(charset) <= 40 else charset[:37] + "..."
-    return Violation(
-        f"charset {shown!r}: it has no {text[at]!r} (U+{ord(text[at]):04X})", len(ends) + 1, column
-    )
+    return Violation(f"charset {shown!r}: it has no {text[at]!r} (U+{ord(text[at]):04X})", len(ends) + 1, column)
 
 
 def _listed(tokens: tuple[int, ...] | None) -> str:
@@ -230,9 +226,7 @@ def _unique(pairs: Iterable[tuple[str, Any]], where: str) -> dict[str, Any]:
 
 def _validated(data: Any, where: str) -> InputSchema:
     if not isinstance(data, dict):
-        raise SchemaError(
-            "not an object with fields", where=where, fix=f"allowed are {', '.join(_fields(()))}"
-        )
+        raise SchemaError("not an object with fields", where=where, fix=f"allowed are {', '.join(_fields(()))}")
     try:
         return InputSchema.model_validate(data)
     except ValidationError as error:

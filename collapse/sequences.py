@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collapse.corpus import Split, sample_tokens
 from tokenizers import Tokenizer
 
 from collapse.canonical import digest
 from collapse.checkpoint import Checkpoint
+from collapse.corpus import Split, sample_tokens
 from collapse.errors import UnsupportedError
 from collapse.schema import InputSchema
 

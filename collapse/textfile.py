@@ -45,15 +45,11 @@ def read_text(path: Path, *, limit: int = MAX_BYTES, ratio: int = MAX_RATIO) -> 
     """
     if not path.is_file():
         problem = "is a directory" if path.is_dir() else "is not a regular file"
-        raise SchemaError(
-            problem if path.exists() else "no such file", where=str(path), fix="name text files"
-        )
+        raise SchemaError(problem if path.exists() else "no such file", where=str(path), fix="name text files")
     try:
         data = _expanded(path, limit, ratio) if path.name.lower().endswith(".gz") else _plain(path, limit)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise SchemaError(
-            f"not a whole gzip file ({error})", where=str(path), fix="compress it again"
-        ) from None
+        raise SchemaError(f"not a whole gzip file ({error})", where=str(path), fix="compress it again") from None
     except OSError as error:
         raise SchemaError(f"cannot be read ({error.strerror})", where=str(path)) from error
     return _decoded(data, path)
@@ -102,9 +98,7 @@ def parsed(text: str, where: str) -> object:
     try:
         return json.loads(text.removeprefix("\ufeff"))
     except (ValueError, RecursionError) as error:
-        raise SchemaError(
-            f"not JSON ({error})", where=where, fix="correct it or leave the file out"
-        ) from None
+        raise SchemaError(f"not JSON ({error})", where=where, fix="correct it or leave the file out") from None
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -162,9 +156,7 @@ def _string_at(record: object, field: str, where: str) -> str:
     for name in [field] if isinstance(record, dict) and field in record else field.split("."):
         if not isinstance(value, dict) or name not in value:
             known = ", ".join(sorted(value)[:12]) if isinstance(value, dict) else "none"
-            raise SchemaError(
-                f"no field {field!r}; fields there are {known}", where=where, fix="name another"
-            )
+            raise SchemaError(f"no field {field!r}; fields there are {known}", where=where, fix="name another")
         value = value[name]
     if not isinstance(value, str):
         kind = type(value).__name__

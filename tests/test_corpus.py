@@ -220,9 +220,7 @@ def test_a_split_covers_the_corpus_and_is_disjoint(found, seed, share):
         assert len({text for _, text in corpus_module._blocks(found)}) < 2
         return
     assert not set(parts.calibration) & set(parts.held_out)
-    assert sorted(parts.calibration + parts.held_out) == sorted(
-        text for _, text in corpus_module._blocks(found)
-    )
+    assert sorted(parts.calibration + parts.held_out) == sorted(text for _, text in corpus_module._blocks(found))
     assert "".join(text for _, text in corpus_module._blocks(found)) == "".join(found.documents)
     assert parts == split(found, seed, share)
 
@@ -325,9 +323,7 @@ def test_samples_are_seeded_and_obey_the_schema():
 
 def test_a_sample_of_text_that_breaks_the_schema_is_refused():
     wide = Corpus(("x" * 50 + "\n",), ("a.log",))
-    assert "max_line_length 9" in refusal(
-        sample_texts, InputSchema(type="log", max_line_length=9), wide, 0, 1, 40
-    )
+    assert "max_line_length 9" in refusal(sample_texts, InputSchema(type="log", max_line_length=9), wide, 0, 1, 40)
     assert sample_texts(LOG, wide, 0, 1, 400) == ["x" * 50 + "\n"]
 
 

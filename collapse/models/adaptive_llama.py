@@ -123,9 +123,7 @@ class AdaptiveLlamaAttention(LlamaAttention):  # type: ignore[misc]
         if cache is not None:
             key, value = self._update(cache, key, value, position_context, kwargs)
         if self.position_adaptive_bias is not None:
-            bias = self.position_adaptive_bias(
-                position_context.entropy, position_context.query_index, key.shape[2]
-            )
+            bias = self.position_adaptive_bias(position_context.entropy, position_context.query_index, key.shape[2])
             attention_mask = _with_bias(attention_mask, bias, position_context.query_index, query.dtype)
         attend: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collapse.passes.vocabulary import Vocabulary
-
 from collapse.passes.base import Context, Pass, Proposal
 from collapse.passes.dead_module import DeadModule
 from collapse.passes.positions import Positions
 from collapse.passes.unread_weights import UnreadWeights
+from collapse.passes.vocabulary import Vocabulary
 
 PASSES: tuple[Pass, ...] = (UnreadWeights(), Positions(), Vocabulary(), DeadModule())
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from collapse.analysis.token_use import Samples
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from collapse.analysis.reachability import Reachability, reachability
+from collapse.analysis.tables import token_tables
+from collapse.analysis.ties import duplicates
+from collapse.analysis.token_use import Samples
 from collapse.checkpoint import Checkpoint
 from collapse.plan import Rewrite, Skipped, Stage
 from collapse.schema import InputSchema
@@ -49,6 +51,27 @@ class Context:
     def loaded(self) -> tuple[PreTrainedModel, frozenset[str]]:
         """The source model in fp32, and the names in its files that no module claims."""
         return self.load_model()
+
+    def release(self) -> None:
+        """Let go of the source model; it is loaded again when asked for."""
+        self.__dict__.pop("loaded", None)
+
+    @cached_property
+    def tied_copies(self) -> dict[str, str]:
+        """Tensor of the files -> the tensor it is tied to and whose bytes it repeats."""
+        return dict(duplicates(self.checkpoint))
+
+    @cached_property
+    def token_tables(self) -> tuple[str, ...]:
+        """Tensors of the files whose rows are token ids, without repeated copies of tied ones."""
+        rows = {alias for name in token_tables(self.program) for alias in self.program.aliases(name)}
+        names = (name for name in self.checkpoint.tensors if self.program.model_name(name) in rows)
+        return tuple(sorted(name for name in names if name not in self.tied_copies))
+
+    @property
+    def token_rows(self) -> int:
+        """Number of rows of the token tables; 0 where there are none."""
+        return next((self.checkpoint.tensors[name].shape[0] for name in self.token_tables), 0)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ def propose_unread(context: Context, name: str) -> Proposal:
     rewrites: list[Erase] = []
     skipped: list[Skipped] = []
     unclaimed = unclaimed_tensors(context)
-    copies = _tied_copies(context)
+    copies = {
+        tensor: f"it is tied to {first} and holds the same bytes" for tensor, first in context.tied_copies.items()
+    }
     for tensor, reason in sorted({**unclaimed, **copies}.items()):
         rewrites.append(_erase(context, name, tensor, reason))
     for tensor in sorted(context.checkpoint.tensors):
@@ -51,28 +53,6 @@ def unclaimed_tensors(context: Context) -> dict[str, str]:
         return {}
     unexpected = context.loaded[1]
     return {tensor: "no module of the model claims it" for tensor in foreign if tensor in unexpected}
-
-
-def _tied_copies(context: Context) -> dict[str, str]:
-    """Return tensors that stand in the files under two tied names with the same bytes, but the first of each."""
-    copies: dict[str, str] = {}
-    for group in context.program.tied:
-        order = _loader_order(context, group)
-        by_name = {context.program.model_name(tensor): tensor for tensor in context.checkpoint.tensors}
-        present = [by_name[name] for name in order if name in by_name]
-        for extra in present[1:]:
-            if context.checkpoint.read_bytes(extra) == context.checkpoint.read_bytes(present[0]):
-                copies[extra] = f"it is tied to {present[0]} and holds the same bytes"
-    return copies
-
-
-def _loader_order(context: Context, group: tuple[str, ...]) -> list[str]:
-    """Put the name first under which the graph's placeholder, and so the loader, knows the tensor.
-
-    transformers reports a tied head that is missing as tied, an input embedding as missing.
-    """
-    embedding = [name for name in group if context.program.module_types.get(name.rpartition(".")[0]) == "Embedding"]
-    return [*embedding, *(name for name in group if name not in embedding)]
 
 
 def _erase(context: Context, name: str, tensor: str, reason: str) -> Erase:

@@ -109,7 +109,9 @@ def compare_pieces(name: str, own: Sequence[Block], theirs: Sequence[Block]) -> 
     passed = within or gap <= 2 * allowed
     figures = {"max_abs_diff": _number(gap), "source_max_abs_diff": _number(allowed)}
     said = "agree with" if passed else "differ from"
-    check = Check(name=name, passed=passed, detail=f"they {said} the whole sequence by {gap:.3g}", figures=dict(figures))
+    check = Check(
+        name=name, passed=passed, detail=f"they {said} the whole sequence by {gap:.3g}", figures=dict(figures)
+    )
     worst = max(own, key=lambda block: float(_gap(block).max()), default=None)
     return check, None if passed or worst is None else _counterexample(name, worst, _gap(worst), None)
 
