@@ -95,16 +95,18 @@ def _token_use(checkpoint: Checkpoint, schema: InputSchema, samples: Samples, ou
         (label, _domain_ids(label, domain, texts, text, size)) for label, domain, texts in sources
     ]
     reasons.append(("named", _named(checkpoint, text, size)))
+    figures = _fit(text, size)
     if text is not None:
+        chats = text.template_samples()
+        figures["chat_samples"] = len(chats)
         reasons += [
             ("special", (token.id for token in text.file.added if token.special or token.single_word)),
             ("bytes", (text.file.vocab[token] for token in (*text.file.byte_tokens, *text.file.markers))),
-            ("chat template", text.ids(text.template_samples())),
+            ("chat template", text.ids(chats)),
         ]
     kept, counts = _first_reason(reasons, size)
     if text is not None:
         counts["merge ancestors"] = _close(kept, text.file)
-    figures = _fit(text, size)
     bounded = [(label, texts.held_out) for label, domain, texts in sources if not domain.is_explicit]
     for label, held_out in bounded:
         figures |= _judge(label, held_out, kept, text)

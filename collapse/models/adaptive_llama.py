@@ -57,7 +57,7 @@ class AdaptiveLlamaConfig(LlamaConfig):
     bias_knots: int = 11
     gate_width: float = 0.1
     entropy_recall: int = 16
-    entropy_prior: int = 64
+    entropy_prior: int = 256
 
     def __post_init__(self, **kwargs: Any) -> None:
         if self.position_adaptive_bias is None:

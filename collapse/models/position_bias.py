@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 DIGIT_BASE = 256  # integers up to 256 are exact in bfloat16, the coarsest dtype that caches are kept in
+PAIR_BASE = 1 << 31
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class EntropySettings:
 
     window: int = 1024
     recall: int = 16
-    prior: int = 64
+    prior: int = 256
 
 
 def recurrence_gaps(tokens: Tensor) -> Tensor:
@@ -65,22 +66,39 @@ def recalled(gaps: Tensor, recall: int) -> Tensor:
     return (earlier == gaps[..., None]).any(-1) & (gaps > 0)
 
 
-def novelty_entropy(recall_counts: Tensor, lengths: Tensor, settings: EntropySettings) -> Tensor:
+def expected(tokens: Tensor, recall: int) -> Tensor:
+    """Return where a token sits at a distance that the text just used: its own gap or its pair's is recalled.
+
+    The pair is the token with the one before it: it sees through separators and digits, whose own last
+    occurrence lies within the line, to the record before.
+
+    Args:
+        tokens: ids or codes below 2^31, `[batch, length]`.
+        recall: how many earlier gaps to look at.
+
+    Returns:
+        bool `[batch, length]`.
+    """
+    pairs = F.pad(tokens[:, :-1], (1, 0)) * PAIR_BASE + tokens
+    return recalled(recurrence_gaps(tokens), recall) | recalled(recurrence_gaps(pairs), recall)
+
+
+def novelty_entropy(expected_counts: Tensor, lengths: Tensor, settings: EntropySettings) -> Tensor:
     """Return the entropy, in nats, of where the next token last occurred, given the recent gaps.
 
-    With `r` the share of recalled gaps, the chain rule over the event "recalled" bounds the conditional
-    entropy of the gap by `h(r) + r ln(recall) + (1 - r) ln(window)`: one of `recall` recent gaps, or else any
-    of `window` places; `h` is the entropy of the event itself. That bound is returned, with `r` shrunk
-    towards 1 by `prior`: `r = (recalled + prior) / (length + prior)`. It falls as `r` grows while
+    With `r` the share of expected gaps, the chain rule over the event "expected" gives
+    `h(r) + r ln(recall) + (1 - r) ln(window)`: an expected gap is one of `recall` recent ones, any other may
+    be any of `window` places, and `h` is the entropy of the event itself. `r` is shrunk towards 1 by `prior`:
+    `r = (expected + prior) / (length + prior)`. The entropy falls as `r` grows while
     `r > recall / (recall + window)`.
 
     Args:
-        recall_counts: recalled gaps in the context, any shape.
+        expected_counts: expected gaps in the context, any shape.
         lengths: tokens in the context, broadcastable to it.
         settings: window, recall and prior.
     """
     total = lengths.float() + settings.prior
-    share = (recall_counts.float() + settings.prior) / total
+    share = (expected_counts.float() + settings.prior) / total
     event = -torch.xlogy(share, share) - torch.xlogy(1 - share, 1 - share)
     return event + share * math.log(settings.recall) + (1 - share) * math.log(settings.window)
 
@@ -101,7 +119,7 @@ def position_entropy(codes: Tensor, settings: EntropySettings) -> Tensor:
     rank = present.long().cumsum(1) - 1
     slot = torch.where(present, rank, length)
     packed = torch.zeros_like(F.pad(codes, (0, 1))).scatter(1, slot, codes)[:, :length]
-    counts = recalled(recurrence_gaps(packed), settings.recall).long().cumsum(1)
+    counts = expected(packed, settings.recall).long().cumsum(1)
     lengths = torch.arange(1, length + 1, device=codes.device)
     entropy = novelty_entropy(counts, lengths, settings)
     return entropy.gather(1, rank.clamp(min=0)) * present

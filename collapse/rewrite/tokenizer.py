@@ -99,7 +99,7 @@ def narrow_tokenizer(file: TokenizerFile, new_ids: Mapping[int, int]) -> bytes:
     if padding := data.get("padding"):
         pad = _new(new_ids, padding["pad_id"], TOKENIZER, "padding.pad_id")
         data["padding"] = {**padding, "pad_id": pad}
-    raw = (json.dumps(data, ensure_ascii=False, indent=2) + "\n").encode()
+    raw = (json.dumps(data, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
     TokenizerFile.from_bytes(raw)
     return raw
 
