@@ -30,6 +30,7 @@ class Stopwatch:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._bars = Progress(*columns, console=console, transient=True, disable=not shown)
         self._tasks: dict[str, TaskID] = {}
+        self._depth = 0
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -37,14 +38,28 @@ class Stopwatch:
         """Time a stage; nested stages are not counted twice in `seconds` of the outer one."""
         inner_before = sum(self.seconds.values())
         start = time.perf_counter()
-        task = self._bars.add_task(name, total=1)
+        self._enter(name)
         try:
-            with self._bars:
-                yield
+            yield
         finally:
             inner = sum(self.seconds.values()) - inner_before
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inner
-            self._bars.remove_task(task)
+            self._leave(name)
+
+    def _enter(self, name: str) -> None:
+        """Show the outermost stage; those within it are shown by what they `advance`."""
+        self._depth += 1
+        if self._depth == 1:
+            self._tasks[name] = self._bars.add_task(name, total=None)
+            self._bars.start()
+
+    def _leave(self, name: str) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            for task in self._tasks.values():
+                self._bars.remove_task(task)
+            self._tasks.clear()
+            self._bars.stop()
 
     def advance(self, what: str, done: int, total: int) -> None:
         """Show that `done` of `total` steps of `what` are over."""
