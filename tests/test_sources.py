@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 
@@ -281,6 +282,23 @@ def test_a_cache_that_cannot_be_written_is_one_line(tiny_gguf: Path, tmp_path: P
     with pytest.raises(OutputError) as caught:
         resolve(str(tiny_gguf), cache=tmp_path / "file" / "cache")
     assert "set COLLAPSE_CACHE" in one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), RuntimeError("I/O error: No space left on device (os error 28)")],
+)
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    error: Exception, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(OutputError) as caught:
+        resolve(str(tiny_gguf), cache=tmp_path)
+    assert "No space left" in one_line(caught.value) or "no space left" in one_line(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == [f"{conversion_key(tiny_gguf)}.lock"]
 
 
 @pytest.mark.parametrize(
