@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collapse.pipeline import Options, Result
     from collapse.progress import Stopwatch
 
+USAGE_ERROR = typer.BadParameter.__bases__[0]  # typer does not export the class that it raises
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="collapse",
@@ -127,7 +128,7 @@ def _options(
 
     return make_options(
         corpus=tuple(corpus or ()),
-        field=field,
+        text_field=field,
         stage=stage,
         placeholder=placeholder,
         passes=tuple(passes) if passes else None,
@@ -182,10 +183,8 @@ def main() -> None:
 
 
 def _other(error: Exception) -> None:
-    """Usage errors come from click; anything else is our bug, and is shown whole."""
-    from click import ClickException
-
-    if isinstance(error, ClickException):
+    """Usage errors can show themselves; anything but those and the system's is our bug, and is shown whole."""
+    if isinstance(error, USAGE_ERROR):
         error.show()
         sys.exit(2)
     if isinstance(error, OSError):

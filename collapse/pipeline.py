@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -40,7 +40,7 @@ class Options:
 
     Attributes:
         corpus: files of in-schema text; empty for the schema's built-in sample.
-        field: which field of JSON Lines holds the text.
+        text_field: which field of JSON Lines holds the text.
         stage: how far a dead module goes: `fuse`, `short-circuit` or `erase`.
         placeholder: leave a 16-byte zero tensor under the name of every erased one of a dead module.
         passes: names of the passes to run; all by default.
@@ -50,7 +50,7 @@ class Options:
     """
 
     corpus: tuple[Path, ...] = ()
-    field: str | None = None
+    text_field: str | None = None
     stage: Stage = "erase"
     placeholder: bool = False
     passes: tuple[str, ...] = field(default_factory=lambda: tuple(p.name for p in PASSES))
@@ -212,7 +212,7 @@ def _open(model: str | Path, watch: Stopwatch) -> Checkpoint:
 def _split(schema: InputSchema, options: Options) -> Split | None:
     """Return the corpus in two parts, or None for a schema that is about token ids only."""
     if options.corpus:
-        return split(read_corpus(options.corpus, schema, options.field), options.seed)
+        return split(read_corpus(options.corpus, schema, options.text_field), options.seed)
     return None if schema.tokens is not None else split(builtin_corpus(schema), options.seed)
 
 
@@ -220,7 +220,7 @@ def _output_texts(schema: InputSchema, options: Options) -> Samples:
     if not schema.output.corpus:
         return Samples()
     outputs = InputSchema(type=schema.type)
-    parts = split(read_corpus([Path(name) for name in schema.output.corpus], outputs, options.field), options.seed)
+    parts = split(read_corpus([Path(name) for name in schema.output.corpus], outputs, options.text_field), options.seed)
     return Samples(parts.calibration, parts.held_out)
 
 
