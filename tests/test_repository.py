@@ -23,7 +23,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CARD = ("torch", "torch.fx", "torch.export", "transformers", "safetensors", "graphviz", "thop", "pytest")
 PRIVATE = (
     (re.compile(r"(?<![\w.~/-])/(?:home|Users)/[A-Za-z]"), "somebody's home directory"),
-    (re.compile(r"py[p]i\.org|python[h]osted\.org|download\.py[t]orch\.org|--(?:extra-)?index-url"), "a package registry"),
+    (
+        re.compile(r"py[p]i\.org|python[h]osted\.org|download\.py[t]orch\.org|--(?:extra-)?index-url"),
+        "a package registry",
+    ),
 )
 
 
