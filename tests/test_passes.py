@@ -13,7 +13,7 @@ from collapse.schema import InputSchema
 from collapse.sequences import Sequences
 from tests.contexts import context_of
 from tests.test_trace import program_of
-from tests.tiny import save_tiny, tiny_model
+from tests.architectures import save_tiny, tiny_model
 
 
 def bounded(length: int) -> InputSchema:

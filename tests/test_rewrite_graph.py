@@ -12,7 +12,7 @@ from collapse.errors import PlanError
 from collapse.plan import Axis, Evidence, IndexSet, Narrow, Plan, ShortCircuit
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from tests.test_trace import program_of
-from tests.tiny import tiny_model, weights_of
+from tests.architectures import tiny_model, weights_of
 
 EVIDENCE = Evidence(grade="measured", claim="a test", method="none")
 

@@ -1,55 +1,137 @@
-"""Tiny models of real architectures, built from transformers' own config classes."""
+"""Tiny checkpoints with random weights, and plans written by hand."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from safetensors.torch import save_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": dict(
-        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
-    ),
-    "gpt2": dict(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=32, bos_token_id=0, eos_token_id=0),
-    "opt": dict(
-        vocab_size=48, hidden_size=16, ffn_dim=24, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=32, word_embed_proj_dim=16, pad_token_id=1, bos_token_id=2, eos_token_id=2,
-    ),
-    "mixtral": dict(
-        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
-        sliding_window=None,
-    ),
-    "gemma3_text": dict(
-        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, sliding_window=8, max_position_embeddings=64,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
-}  # fmt: skip
+from collapse.checkpoint import Checkpoint
+from collapse.plan import Axis, Erase, Evidence, IndexSet, Narrow, Plan
+from collapse.rewrite.layout import index, shards
+from collapse.rewrite.tensors import OutputTensor
+from collapse.schema import InputSchema
+
+VOCABULARY = 64
+CONTEXT = 48
+PROVED = Evidence(grade="proved", claim="it is so", method="by hand")
 
 
-def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(kind, **{**CONFIGS[kind], **changes})
+def tiny_llama(
+    folder: Path,
+    *,
+    tied: bool = True,
+    shard_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    extra: Mapping[str, torch.Tensor] | None = None,
+    both_names: bool = False,
+) -> Checkpoint:
+    """Write a two-layer Llama; `extra` tensors are claimed by no module, `both_names` writes the tied head too."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=tied, initializer_range=0.5,
+        bos_token_id=1, eos_token_id=2, pad_token_id=None,
+    )  # fmt: skip
+    return _write(folder, LlamaForCausalLM(config), shard_size, dtype, extra or {}, both_names)
 
 
-def tiny_model(kind: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A model with every parameter drawn at a size that matters, so that nothing is dead by its initial value."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    return model
+def tiny_gpt2(folder: Path, *, extra: Mapping[str, torch.Tensor] | None = None) -> Checkpoint:
+    """Write a two-layer GPT-2, with learned positions and a tied head."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=4, initializer_range=0.3,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return _write(folder, GPT2LMHeadModel(config), None, torch.float32, extra or {}, False)
 
 
-def save_tiny(kind: str, root: Path, **changes: Any) -> Path:
-    tiny_model(kind, **changes).save_pretrained(root)
-    return root
+def plan_for(checkpoint: Checkpoint, *rewrites: Any, **fields: Any) -> Plan:
+    """Return a plan of the given rewrites for `checkpoint`."""
+    schema = InputSchema(type="log", tokens=tuple(range(VOCABULARY)))
+    whole = {
+        "source": checkpoint.digest,
+        "model_type": checkpoint.model_type,
+        "schema": schema.to_json(),
+        "schema_digest": schema.digest,
+        "rewrites": rewrites,
+    }
+    return Plan(**(whole | fields))
 
 
-def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters under all their names, and buffers, as `Program.run` takes them."""
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+def erase(*tensors: str, **fields: Any) -> Erase:
+    """Return the erasure of `tensors`."""
+    return Erase(**({"pass": "unread-weights", "site": tensors[0], "evidence": PROVED, "tensors": tensors} | fields))
+
+
+def vocabulary(kept: Iterable[int], *tensors: str, **fields: Any) -> Narrow:
+    """Return the narrowing of the token tables `tensors`."""
+    rows = IndexSet.of(kept)
+    whole = {
+        "pass": "vocabulary", "site": "vocabulary", "evidence": PROVED, "size": VOCABULARY, "kept": rows,
+        "relabels": "tokens", "axes": tuple(Axis(tensor=name, dim=0) for name in tensors),
+        "config": {"vocab_size": len(rows)},
+    }  # fmt: skip
+    return Narrow(**(whole | fields))
+
+
+def positions(count: int, tensor: str = "transformer.wpe.weight") -> Narrow:
+    """Return the narrowing of a GPT-2 position table to its first `count` rows."""
+    return Narrow(
+        **{"pass": "positions"}, site=tensor, evidence=PROVED, size=CONTEXT, kept=IndexSet.of(range(count)),
+        relabels="positions", axes=(Axis(tensor=tensor, dim=0),), config={"n_positions": count},
+    )  # fmt: skip
+
+
+def samples(kept: Iterable[int], *lengths: int) -> list[list[int]]:
+    """Return one sequence of each length over `kept`."""
+    ids = list(kept)
+    return [[ids[(7 * place + 3 * row + place * place) % len(ids)] for place in range(n)] for row, n in enumerate(lengths)]
+
+
+def state(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Return dtype, shape and bytes of every tensor."""
+    return {
+        name: (info.dtype, info.shape, checkpoint.read_bytes(name)) for name, info in checkpoint.tensors.items()
+    }
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    """Return every file below `folder` with its bytes."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def _write(
+    folder: Path,
+    model: PreTrainedModel,
+    shard_size: int | None,
+    dtype: torch.dtype,
+    extra: Mapping[str, torch.Tensor],
+    both_names: bool,
+) -> Checkpoint:
+    folder.mkdir(parents=True)
+    model.config.dtype = dtype
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    tied = set() if both_names else set(model.all_tied_weights_keys)
+    tensors = {k: v.to(dtype).clone().contiguous() for k, v in model.state_dict().items() if k not in tied}
+    tensors |= {name: tensor.clone() for name, tensor in extra.items()}
+    if shard_size is None:
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    else:
+        _write_shards(folder, tensors, shard_size)
+    return Checkpoint.open(folder)
+
+
+def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], size: int) -> None:
+    described = [OutputTensor(name, "F32", tuple(tensor.shape), None) for name, tensor in tensors.items()]
+    files = shards(described, size)
+    for shard in files:
+        part = {tensor.name: tensors[tensor.name] for tensor in shard.tensors}
+        save_file(part, folder / shard.file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_bytes(index(files))

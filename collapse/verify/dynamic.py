@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
-from collapse.plan import Plan, ShortCircuit
+from collapse.plan import Narrow, Plan, ShortCircuit
 from collapse.rewrite.tensors import erased_names, token_narrow
 from collapse.trace import Program, quiet
 from collapse.verdict import Check
@@ -63,21 +63,17 @@ def dynamic_checks(
     loaded whole.
     """
     narrow = token_narrow(plan)
-    dropped = _dropped_token(samples, frozenset(narrow.kept) if narrow else range(_vocabulary(source)))
-    if dropped is not None:
-        number, position, token = dropped
-        detail = f"sample {number} has token {token} at position {position}, which the output does not have"
-        example: Counterexample = {
-            "check": "samples", "ids": list(samples[number]), "position": position, "expected": token, "found": None
-        }  # fmt: skip
-        return (Check(name="samples", passed=False, detail=detail),), example
+    inside, check, example = _inside(samples, narrow, _vocabulary(source))
+    if not check.passed:
+        return (check,), example
     try:
         context = _context(source.root, output)
     except Exception as error:  # transformers raises many kinds for a bad config
         return (_not_loaded(error),), None
     columns = list(narrow.kept) if narrow else None
-    job = make_job(samples, len(columns) if columns else _vocabulary(source), context, settings or Settings())
-    return _compare(output, source, plan, job, columns, reference)
+    job = make_job(inside, len(columns) if columns else _vocabulary(source), context, settings or Settings())
+    ran, example = _compare(output, source, plan, job, columns, reference)
+    return (check, *ran), example
 
 
 def _compare(
@@ -213,10 +209,30 @@ def _not_loaded(error: Exception) -> Check:
     return Check(name="load", passed=False, detail=f"transformers cannot run the output: {reason}")
 
 
-def _dropped_token(samples: Sequence[Sequence[int]], kept: Container[int]) -> tuple[int, int, int] | None:
-    """Return (sample, position, token) of the first token that is not kept."""
-    found = ((n, at, token) for n, ids in enumerate(samples) for at, token in enumerate(ids) if token not in kept)
-    return next(found, None)
+def _inside(
+    samples: Sequence[Sequence[int]], narrow: Narrow | None, vocabulary: int
+) -> tuple[list[Sequence[int]], Check, Counterexample | None]:
+    """Divide samples by whether all their tokens are kept.
+
+    A proved claim leaves no sample outside. A certified one allows a share of them, which is counted.
+    """
+    kept: Container[int] = frozenset(narrow.kept) if narrow else range(vocabulary)
+    strays = {n: at for n, ids in enumerate(samples) if (at := _first_outside(ids, kept)) is not None}
+    inside = [ids for n, ids in enumerate(samples) if n not in strays and ids]
+    exact = narrow is None or narrow.evidence.grade == "proved"
+    figures: dict[str, float | int | str] = {"samples": len(samples), "outside": len(strays)}
+    if strays and (exact or not inside):
+        number, at = next(iter(strays.items()))
+        token = samples[number][at]
+        detail = f"sample {number} has token {token} at position {at}, which the output does not have"
+        example = {"check": "samples", "ids": list(samples[number]), "position": at, "expected": token, "found": None}
+        return inside, Check(name="samples", passed=False, detail=detail, figures=figures), example
+    detail = f"{len(inside)} of {len(samples)} samples consist of kept tokens alone"
+    return inside, Check(name="samples", passed=True, detail=detail, figures=figures), None
+
+
+def _first_outside(ids: Sequence[int], kept: Container[int]) -> int | None:
+    return next((at for at, token in enumerate(ids) if token not in kept), None)
 
 
 def _context(*folders: Path) -> int | None:

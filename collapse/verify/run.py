@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,14 @@ from collapse.verify.static import static_checks
 if TYPE_CHECKING:
     from collapse.verify.dynamic import Reference
 
+Samples = Sequence[Sequence[int]]
+
 
 def verify(
     output: Path,
     source: Checkpoint | None,
     *,
-    samples: Sequence[Sequence[int]] = (),
+    samples: Samples | Callable[[Plan], Samples] = (),
     program: Reference | None = None,
     plan: Plan | None = None,
     settings: Settings | None = None,
@@ -32,7 +34,7 @@ def verify(
     Args:
         output: the directory, or the staging folder before it is published.
         source: the checkpoint that was collapsed; without it nothing can be verified, only refuted.
-        samples: in-schema sequences of source token ids.
+        samples: in-schema sequences of source token ids, or what draws them, given the plan; asked only when needed.
         program: the rewritten program with its weights, or a function that prepares them when they are needed.
         plan: the plan that the output must be of; None trusts the manifest's.
         settings: how much is compared.
@@ -45,12 +47,12 @@ def verify(
     failed = any(check.passed is False for check in checks)
     if failed or source is None or static_only:
         return Verdict(checks=checks)
-    if not any(samples):
+    found = load_manifest(output).plan
+    drawn = samples(found) if callable(samples) else samples
+    if not any(drawn):
         reason = "the model was not run: there is no sample of the input domain"
         return Verdict(checks=(*checks, Check(name="run", passed=None, detail=reason)))
     from collapse.verify.dynamic import dynamic_checks  # torch is only needed from here on
 
-    ran, example = dynamic_checks(
-        output, source, load_manifest(output).plan, samples, reference=program, settings=settings
-    )
+    ran, example = dynamic_checks(output, source, found, drawn, reference=program, settings=settings)
     return Verdict(checks=(*checks, *ran), counterexample=example)

@@ -1,0 +1,127 @@
+"""`collapse verify` and `collapse probe`: checks of an output, for people and for CI."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from collapse.canonical import dumps
+from collapse.checkpoint import Checkpoint
+from collapse.cli_args import CorpusCommand
+from collapse.errors import CollapseError, SchemaError
+from collapse.plan import Plan
+from collapse.probe import probe as run_probe
+from collapse.verdict import Check, Verdict
+
+MARKS = {True: "ok  ", False: "FAIL", None: "--  "}
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory that collapse wrote.")]
+Source = Annotated[str | None, typer.Option("--source", metavar="MODEL", help="The model that was collapsed.")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="The reviewed plan that OUT must be of.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Check the files only, do not run the model.")]
+Corpus = Annotated[
+    list[Path] | None, typer.Option("--corpus", metavar="FILES...", help="Text to run, instead of the built-in sample.")
+]
+Ids = Annotated[
+    Path | None, typer.Option("--ids", metavar="FILE", help="JSON list of token id lists of the source to run.")
+]
+Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Samples to run and to continue greedily.")]
+New = Annotated[int, typer.Option("--new", min=1, help="Tokens of each greedy continuation.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a model, collapsed or not.")]
+Pattern = Annotated[str, typer.Option("--site", metavar="PATTERN", help="Glob on module paths or tensor names.")]
+
+
+def verify(  # noqa: PLR0913, PLR0917 (one argument an option)
+    out: Out,
+    source: Source = None,
+    plan: PlanFile = None,
+    quick: Quick = False,
+    corpus: Corpus = None,
+    ids: Ids = None,
+    prompts: Prompts = 8,
+    new: New = 16,
+    as_json: Json = False,
+) -> None:
+    """Check a collapsed model against its source: the files byte for byte, then the model by running it.
+
+    Exit code 0: verified. 1: refuted, and the failed checks say where. 2: some check could not be run, or the
+    input is wrong.
+    """
+    from collapse.verify import Settings
+    from collapse.verify import verify as run_verify
+
+    def samples(found: Plan) -> list[list[int]]:
+        assert checkpoint is not None
+        return _read_ids(ids) if ids else _draw(checkpoint, found, corpus or [], prompts)
+
+    try:
+        checkpoint = Checkpoint.open(source) if source else None
+        verdict = run_verify(
+            out,
+            checkpoint,
+            samples=samples,
+            plan=Plan.load(plan) if plan else None,
+            settings=Settings(prompts=prompts, new_tokens=new),
+            static_only=quick,
+        )
+    except CollapseError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    if as_json:
+        typer.echo(dumps({"status": verdict.status, **verdict.model_dump(mode="json")}), nl=False)
+    else:
+        typer.echo(_table(verdict, quick))
+    raise typer.Exit(verdict.exit_code)
+
+
+def probe(folder: Folder, site: Pattern) -> None:
+    """Say from the files alone whether the weights of a site are gone, as JSON.
+
+    Exit code 0: ERASED. 1: ZEROED or ACTIVE. 2: the pattern matches nothing, or DIR is no model.
+    """
+    try:
+        found = run_probe(folder, site)
+    except CollapseError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(error.exit_code) from None
+    typer.echo(dumps(found.model_dump(mode="json")), nl=False)
+    raise typer.Exit(0 if found.status == "ERASED" else 1)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add `verify` and `probe` to `app`."""
+    app.command(
+        cls=CorpusCommand,
+        epilog="Examples: collapse verify out/ --source model/    collapse verify out/ --source model/ --quick --json",
+    )(verify)
+    app.command(epilog="Example: collapse probe out/ --site '*.position_adaptive_bias*'")(probe)
+
+
+def _draw(checkpoint: Checkpoint, plan: Plan, corpus: list[Path], count: int) -> list[list[int]]:
+    from collapse.verify.samples import draw_samples
+
+    return draw_samples(checkpoint, plan, corpus=corpus, count=count)
+
+
+def _read_ids(path: Path) -> list[list[int]]:
+    fix = "give a JSON list of lists of token ids"
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise SchemaError(f"cannot be read ({error})", where=str(path), fix=fix) from None
+    rows = value if isinstance(value, list) else []
+    if not rows or not all(isinstance(row, list) and row and all(type(i) is int for i in row) for row in rows):
+        raise SchemaError("holds no samples", where=str(path), fix=fix)
+    return rows
+
+
+def _table(verdict: Verdict, quick: bool) -> str:
+    def line(check: Check) -> str:
+        return f"{MARKS[check.passed]}  {check.name:<24}{check.detail}"
+
+    scope = " (files only; the model was not run)" if quick and verdict.status == "verified" else ""
+    return "\n".join([*map(line, verdict.checks), f"{verdict.status}{scope}"])

@@ -1,0 +1,471 @@
+"""Writing an output: which bytes it has, where it may go, and what is left when it fails."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny import CONTEXT, PROVED, erase, listing, plan_for, positions, state, tiny_gpt2, tiny_llama, vocabulary
+
+from collapse import staging
+from collapse.checkpoint import INDEX, Checkpoint, TensorInfo
+from collapse.erase import write_checkpoint
+from collapse.errors import OutputError, PlanError
+from collapse.manifest import MANIFEST, load_manifest, write_manifest
+from collapse.plan import Axis, IndexSet, Narrow, Plan, ShortCircuit, Specialise
+from collapse.rewrite.tensors import OutputTensor, Piece, config_edits, output_tensors
+from collapse.staging import staged
+
+EMBEDDING = "model.embed_tokens.weight"
+KEPT = [0, 1, 2, *range(5, 40), 63]
+
+
+def export(source: Checkpoint, plan: Plan, output: Path, force: bool = False, **options: int) -> Checkpoint:
+    with staged(output, force, source.root) as stage:
+        known = write_checkpoint(source, plan, stage.folder, **options)
+        write_manifest(stage.folder, source, plan, known)
+        stage.publish()
+    return Checkpoint.open(output)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return tiny_llama(tmp_path_factory.mktemp("llama") / "source", extra={"old.bias": torch.arange(1.0, 6.0)})
+
+
+@pytest.fixture(autouse=True)
+def source_untouched(llama: Checkpoint) -> Iterator[None]:
+    before = listing(llama.root)
+    yield
+    assert listing(llama.root) == before
+
+
+# Which bytes.
+
+
+def test_survivors_are_the_sources_bytes_and_the_erased_tensor_is_gone(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, erase("old.bias")), tmp_path / "out")
+    expected = state(llama)
+    del expected["old.bias"]
+    assert state(out) == expected
+    raw = (out.root / "model.safetensors").read_bytes()
+    assert b"old.bias" not in raw
+    assert llama.read_bytes("old.bias") not in raw
+
+
+def test_output_bytes_are_source_bytes_less_erased_bytes(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, erase("old.bias"), vocabulary(KEPT, EMBEDDING)), tmp_path / "out")
+    assert out.weight_bytes == llama.weight_bytes - 5 * 4 - (64 - len(KEPT)) * 32 * 4
+    manifest = load_manifest(out.root)
+    assert manifest.kept.bytes == out.weight_bytes
+    assert manifest.erased.model_dump() == {"tensors": 1, "parameters": 5 + 25 * 32, "bytes": 20 + 25 * 128}
+
+
+def test_narrowed_rows_are_the_kept_rows_in_order(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, vocabulary(KEPT, EMBEDDING)), tmp_path / "out")
+    before, after = load_file(llama.root / "model.safetensors"), load_file(out.root / "model.safetensors")
+    assert torch.equal(after[EMBEDDING], before[EMBEDDING][KEPT])
+    assert out.config["vocab_size"] == len(KEPT)
+
+
+def test_file_is_what_the_safetensors_library_writes(llama: Checkpoint, tmp_path: Path) -> None:
+    extra = {"b": torch.arange(3, dtype=torch.uint8), "a": torch.ones(2, 2, dtype=torch.bfloat16), "é": torch.ones(1)}
+    source = tiny_llama(tmp_path / "source", extra=extra)
+    out = export(source, plan_for(source), tmp_path / "out")
+    save_file(load_file(source.root / "model.safetensors"), tmp_path / "theirs", {"format": "pt"})
+    assert (out.root / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_every_dtype_survives_byte_for_byte(tmp_path: Path) -> None:
+    extra = {
+        "f8": torch.arange(-8.0, 8.0).reshape(4, 4).to(torch.float8_e4m3fn),
+        "norm32": torch.rand(7, dtype=torch.float32),
+        "nan": torch.tensor([float("nan"), -0.0]),
+        "flag": torch.tensor([True, False]),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+    }
+    source = tiny_llama(tmp_path / "source", dtype=torch.bfloat16, extra=extra)
+    out = export(source, plan_for(source, vocabulary(KEPT, EMBEDDING)), tmp_path / "out")
+    before, after = state(source), state(out)
+    assert {name: entry for name, entry in after.items() if name != EMBEDDING} == {
+        name: entry for name, entry in before.items() if name != EMBEDDING
+    }
+    assert {entry[0] for entry in after.values()} == {"BF16", "F8_E4M3", "F32", "BOOL", "F64"}
+    assert out.config["dtype"] == "bfloat16"
+
+
+def test_two_exports_are_byte_identical_from_any_directory_and_hash_seed(llama: Checkpoint, tmp_path: Path) -> None:
+    plan = plan_for(llama, erase("old.bias"), vocabulary(KEPT, EMBEDDING))
+    plan.save(tmp_path / "plan.json")
+    first = listing(export(llama, plan, tmp_path / "first", max_shard_size=10_000).root)
+    for seed, where in (("1", tmp_path), ("2", Path.cwd())):
+        run = run_script(EXPORT, llama.root, tmp_path / "plan.json", tmp_path / seed, "10000", cwd=where, seed=seed)
+        assert run.returncode == 0, run.stderr
+        assert listing(tmp_path / seed) == first
+
+
+def test_shards_are_balanced_anew_and_the_index_adds_up(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source", shard_size=9_000)
+    assert len(source.weight_files) > 3
+    one = export(source, plan_for(source), tmp_path / "one")
+    assert one.weight_files == ("model.safetensors",)
+    assert not (one.root / INDEX).exists()
+    many = export(source, plan_for(source), tmp_path / "many", max_shard_size=20_000)
+    index = json.loads((many.root / INDEX).read_bytes())
+    assert index["metadata"] == {
+        "total_size": source.weight_bytes, "total_parameters": sum(i.numel for i in source.tensors.values())
+    }  # fmt: skip
+    count = len(many.weight_files)
+    assert many.weight_files == tuple(f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1))
+    assert all(sum(i.nbytes for i in many.tensors.values() if i.file == f) <= 20_000 for f in many.weight_files)
+    assert state(one) == state(source) == state(many)
+
+
+def test_a_tie_stored_twice_is_written_once(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source", both_names=True)
+    assert "lm_head.weight" in source.tensors
+    out = export(source, plan_for(source, vocabulary(KEPT, EMBEDDING, "lm_head.weight")), tmp_path / "out")
+    assert "lm_head.weight" not in out.tensors
+    assert out.tensors[EMBEDDING].shape == (len(KEPT), 32)
+    whole = export(source, plan_for(source), tmp_path / "whole")
+    assert "lm_head.weight" not in whole.tensors
+
+
+def test_the_living_name_of_a_tie_survives_the_dead_one(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source", both_names=True)
+    out = export(source, plan_for(source, erase(EMBEDDING)), tmp_path / "out")
+    assert out.read_bytes("lm_head.weight") == source.read_bytes(EMBEDDING)
+
+
+def test_equal_tables_that_are_not_tied_both_stay(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source", tied=False)
+    table = load_file(source.root / "model.safetensors")
+    save_file(table | {"lm_head.weight": table[EMBEDDING].clone()}, source.root / "model.safetensors")
+    source = Checkpoint.open(source.root)
+    assert {EMBEDDING, "lm_head.weight"} <= export(source, plan_for(source), tmp_path / "out").tensors.keys()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_pieces_select_as_torch_does(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    dims = data.draw(st.sets(st.integers(0, len(shape) - 1)))
+    kept = {d: IndexSet.of(data.draw(st.sets(st.integers(0, shape[d] - 1), min_size=1))) for d in sorted(dims)}
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.int16).reshape(shape)
+    raw = b"head" + tensor.numpy().tobytes()
+    info = TensorInfo("t", "I16", shape, "f", 4, len(raw))
+    pieces = list(OutputTensor("t", "I16", tuple(shape), info, kept).pieces())
+    for dim, rows in kept.items():
+        tensor = tensor.index_select(dim, torch.tensor(list(rows)))
+    assert b"".join(raw[p.start : p.stop] for p in pieces if isinstance(p, Piece)) == tensor.numpy().tobytes()
+    assert all(a.stop < b.start for a, b in zip(pieces, pieces[1:], strict=False))  # type: ignore[union-attr]
+
+
+def test_file_modes_are_kept(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source")
+    (source.root / "model.safetensors").chmod(0o640)
+    (source.root / "config.json").chmod(0o444)
+    out = export(source, plan_for(source, vocabulary(KEPT, EMBEDDING)), tmp_path / "out").root
+    assert [(out / name).stat().st_mode & 0o777 for name in ("model.safetensors", "config.json")] == [0o640, 0o444]
+
+
+# Stages.
+
+
+def short(stage: str, **fields: object) -> ShortCircuit:
+    whole = {"pass": "dead-module", "site": "old", "evidence": PROVED, "by": "zero", "tensors": ("old.bias",)}
+    return ShortCircuit(**(whole | {"stage": stage} | fields))
+
+
+@pytest.mark.parametrize("stage", ["fuse", "short-circuit"])
+def test_early_stages_keep_the_weights(llama: Checkpoint, stage: str) -> None:
+    names = [tensor.name for tensor in output_tensors(llama, plan_for(llama, short(stage)))]
+    assert names == list(llama.tensors)
+
+
+def test_a_placeholder_is_16_bytes_of_zeros(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, short("erase", placeholder=True)), tmp_path / "out")
+    assert state(out)["old.bias"] == ("F32", (4,), bytes(16))
+    assert "old.bias" not in export(llama, plan_for(llama, short("erase")), tmp_path / "gone").tensors
+
+
+# Plans that do not fit.
+
+
+def narrow(**fields: object) -> Narrow:
+    return vocabulary(KEPT, EMBEDDING, **fields)
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "message"),
+    [
+        ([erase("no.such")], "has no tensor no.such"),
+        ([short("fuse", tensors=("no.such",))], "has no tensor no.such"),
+        ([vocabulary(KEPT, "no.such")], "has no tensor no.such"),
+        ([vocabulary(KEPT, "model.norm.weight")], "has 32 rows, the plan says 64"),
+        ([narrow(axes=(Axis(tensor=EMBEDDING, dim=2),))], "has 2 dimensions"),
+        ([narrow(axes=(Axis(tensor=EMBEDDING, dim=-1),))], "has 2 dimensions"),
+        ([vocabulary([1, 64], EMBEDDING)], "out of range for 64 rows"),
+        ([vocabulary([], EMBEDDING)], "no row is kept"),
+        ([narrow(), erase(EMBEDDING)], "both erased and narrowed"),
+        ([narrow(), narrow()], "renumbered twice"),
+        ([narrow(relabels="positions"), narrow()], "narrowed twice"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(llama: Checkpoint, tmp_path: Path, rewrites: list, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        export(llama, plan_for(llama, *rewrites), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_edits_follow_dotted_paths_in_order() -> None:
+    def switch(config: dict) -> Specialise:
+        return Specialise(**{"pass": "p"}, site="s", evidence=PROVED, config=config)
+
+    plan = Plan(
+        source="", model_type="", schema={}, schema_digest="",
+        rewrites=(switch({"a.b": 1, "new": [1]}), switch({"a.b": 2})),
+    )  # fmt: skip
+    config = {"z": None, "a": {"c": 3, "b": 0}}
+    assert config_edits(config, plan) == {"z": None, "a": {"c": 3, "b": 2}, "new": [1]}
+    assert config == {"z": None, "a": {"c": 3, "b": 0}}
+    with pytest.raises(PlanError, match=r"config.json has no x.y"):
+        config_edits(config, plan.model_copy(update={"rewrites": (switch({"x.y.z": 1}),)}))
+    with pytest.raises(PlanError, match="has no z"):
+        config_edits(config, plan.model_copy(update={"rewrites": (switch({"z.q": 1}),)}))
+
+
+def test_an_unedited_config_keeps_its_bytes(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, erase("old.bias")), tmp_path / "out")
+    assert (out.root / "config.json").read_bytes() == (llama.root / "config.json").read_bytes()
+
+
+def test_position_rows_go_with_their_config(tmp_path: Path) -> None:
+    source = tiny_gpt2(tmp_path / "source")
+    out = export(source, plan_for(source, positions(16)), tmp_path / "out")
+    assert out.tensors["transformer.wpe.weight"].shape == (16, 32)
+    assert (out.config["n_positions"], source.config["n_positions"]) == (16, CONTEXT)
+    assert list(out.config) == list(source.config)
+
+
+# Where it goes.
+
+
+def test_the_output_appears_only_when_published(llama: Checkpoint, tmp_path: Path) -> None:
+    with staged(tmp_path / "out", source=llama.root) as stage:
+        write_checkpoint(llama, plan_for(llama), stage.folder)
+        assert not (tmp_path / "out").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_new_parents_go_again_with_an_unpublished_output(llama: Checkpoint, tmp_path: Path) -> None:
+    with staged(tmp_path / "a" / "b" / "out"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    export(llama, plan_for(llama), tmp_path / "a" / "b" / "out")
+    assert [p.name for p in (tmp_path / "a" / "b").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("where", ["source", "source/inside", "."])
+def test_the_source_is_never_overwritten(tmp_path: Path, where: str) -> None:
+    source = tiny_llama(tmp_path / "source")
+    before = listing(tmp_path)
+    (tmp_path / "link").symlink_to(source.root)
+    for output in (tmp_path / where, *([tmp_path / "link"] if where == "source" else [])):
+        with pytest.raises(OutputError, match="overlaps the source"):
+            export(source, plan_for(source), output, force=True)
+    (tmp_path / "link").unlink()
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_force_replaces_our_own_output_as_a_whole(
+    llama: Checkpoint, tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(staging, "_exchange", lambda left, right: False)
+    out = export(llama, plan_for(llama), tmp_path / "out", max_shard_size=9_000).root
+    with pytest.raises(OutputError, match="exists and is not empty"):
+        export(llama, plan_for(llama, erase("old.bias")), out)
+    assert (out / INDEX).exists()
+    export(llama, plan_for(llama, erase("old.bias")), out, force=True)
+    assert {p.name for p in out.iterdir()} == {"config.json", "generation_config.json", MANIFEST, "model.safetensors"}
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_failed_swap_puts_the_old_output_back(
+    llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = export(llama, plan_for(llama), tmp_path / "out").root
+    before = listing(out)
+    rename = Path.rename
+
+    def failing(self: Path, target: Path) -> Path:
+        if target == out and not self.name.endswith(staging.ASIDE):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(staging, "_exchange", lambda left, right: False)
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OutputError, match="cannot be put in place"):
+        export(llama, plan_for(llama, erase("old.bias")), out, force=True)
+    assert listing(tmp_path) == {f"out/{name}": raw for name, raw in before.items()}
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_force_never_deletes_somebody_elses_files(llama: Checkpoint, tmp_path: Path, own: bool) -> None:
+    out = tmp_path / "out"
+    if own:
+        export(llama, plan_for(llama), out)
+    else:
+        out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    before = listing(tmp_path)
+    with pytest.raises(OutputError, match=r"thesis\.tex" if own else "no collapse.json of ours"):
+        export(llama, plan_for(llama), out, force=True)
+    assert listing(tmp_path) == before
+
+
+def test_a_file_in_the_way_is_refused_and_an_empty_directory_is_not(llama: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="is no directory"):
+        export(llama, plan_for(llama), tmp_path / "file", force=True)
+    with pytest.raises(OutputError, match="cannot be created"):
+        export(llama, plan_for(llama), tmp_path / "file" / "out")
+    (tmp_path / "empty").mkdir()
+    export(llama, plan_for(llama), tmp_path / "empty")
+
+
+def test_leftovers_of_dead_runs_go_and_those_of_living_runs_stay(llama: Checkpoint, tmp_path: Path) -> None:
+    dead, alive = tmp_path / f".out.collapse-{dead_pid()}", tmp_path / f".out.collapse-{os.getppid()}"
+    other = tmp_path / f".other.collapse-{dead_pid()}"
+    for folder in (dead, alive, other):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    export(llama, plan_for(llama), tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["out", alive.name, other.name])
+
+
+def test_an_output_that_a_killed_run_moved_aside_is_moved_back(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama), tmp_path / "out").root
+    before = listing(out)
+    out.rename(tmp_path / f".out.collapse-{dead_pid()}.old")
+    with staged(out, force=True):
+        assert listing(out) == before
+
+
+# Faults.
+
+EXPORT = """
+import sys
+from pathlib import Path
+from collapse.checkpoint import Checkpoint
+from collapse.erase import write_checkpoint
+from collapse.manifest import write_manifest
+from collapse.plan import Plan
+from collapse.staging import staged
+
+source, plan = Checkpoint.open(sys.argv[1]), Plan.load(Path(sys.argv[2]))
+with staged(Path(sys.argv[3]), True, source.root) as stage:
+    known = write_checkpoint(source, plan, stage.folder, max_shard_size=int(sys.argv[4]), progress=PROGRESS)
+    write_manifest(stage.folder, source, plan, known)
+    stage.publish()
+"""
+NOTHING = "lambda count: None"
+FAULTY = """
+import os, resource, signal
+from collapse.errors import CollapseError
+writes = [0]
+def die(count):
+    writes[0] += 1
+    if writes[0] == int(sys.argv[5]):
+        os.kill(os.getpid(), int(sys.argv[6]))
+"""
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def run_script(
+    script: str, *arguments: object, cwd: Path | None = None, seed: str = "0"
+) -> subprocess.CompletedProcess[str]:
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "PYTHONHASHSEED": seed}
+    command = [sys.executable, "-c", script.replace("PROGRESS", NOTHING), *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("write", [1, 4, 23])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_run_leaves_the_old_output_and_the_next_one_succeeds(
+    llama: Checkpoint, tmp_path: Path, number: signal.Signals, write: int
+) -> None:
+    if (number == signal.SIGKILL) == (write == 4):  # a few of the combinations are enough
+        pytest.skip("covered by its neighbours")
+    out = tmp_path / "out"
+    before = listing(export(llama, plan_for(llama), out).root)
+    plan = plan_for(llama, erase("old.bias"))
+    plan.save(tmp_path / "plan.json")
+    script = FAULTY + EXPORT.replace("PROGRESS", "die")
+    run = run_script("import sys\n" + script, llama.root, tmp_path / "plan.json", out, 5_000, write, int(number))
+    assert run.returncode != 0
+    assert listing(out) == before
+    leftovers = [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert len(leftovers) == (1 if number == signal.SIGKILL else 0)
+    export(llama, plan, out, force=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "plan.json"]
+    assert "old.bias" not in Checkpoint.open(out).tensors
+
+
+@pytest.mark.parametrize("limit", [0, 100, 20_000, 66_000])
+def test_a_full_disk_is_one_line_and_leaves_nothing(llama: Checkpoint, tmp_path: Path, limit: int) -> None:
+    plan_for(llama).save(tmp_path / "plan.json")
+    body = "\n    ".join(EXPORT.splitlines())
+    script = (
+        f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        f"from collapse.errors import CollapseError\ntry:\n    {body}\nexcept CollapseError as error:\n"
+        "    print(error, file=sys.stderr)\n    sys.exit(error.exit_code)\n"
+    )
+    run = run_script(script, llama.root, tmp_path / "plan.json", tmp_path / "out", 10**9)
+    assert (run.returncode, run.stderr.count("\n")) == (2, 1), run.stderr
+    assert "cannot be written (File too large); make room" in run.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("at", range(1, 60, 9))
+def test_an_error_at_any_write_leaves_nothing(llama: Checkpoint, tmp_path: Path, code: int, at: int) -> None:
+    count = 0
+
+    def fail(size: int) -> None:
+        nonlocal count
+        count += 1
+        if count == min(at, 22):
+            raise OSError(code, os.strerror(code))
+
+    with pytest.raises(OutputError, match="cannot be written"), staged(tmp_path / "out") as stage:
+        write_checkpoint(llama, plan_for(llama), stage.folder, progress=fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_that_is_not_the_disks_passes_unchanged(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), staged(tmp_path / "out"):
+        _ = 1 / 0
+    with pytest.raises(FileNotFoundError), staged(tmp_path / "out"):
+        (tmp_path / "absent").read_bytes()
+    assert list(tmp_path.iterdir()) == []
