@@ -29,6 +29,7 @@ from transformers.exporters.exporter_dynamo import (
     register_cache_pytrees_for_model,
 )
 from transformers.exporters.utils import apply_patches
+from transformers.integrations import moe
 
 import collapse.models  # noqa: F401  (registers the reference architecture)
 from collapse.checkpoint import Checkpoint
@@ -37,6 +38,7 @@ from collapse.errors import UnsupportedError
 Role = Literal["parameter", "buffer", "constant", "input"]
 Measure = Literal["batch", "new", "past", "total"]
 
+FAKE_TENSOR = "torch._subclasses.fake_tensor"  # it logs a traceback for every failed trace
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
@@ -209,7 +211,8 @@ def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new
     register_cache_pytrees_for_model(model)
     try:
         # The cache of fake-tensor results costs more than it saves on symbolic shapes: 63 s -> 41 s on SmolLM2.
-        with quiet(), torch.no_grad(), torch._dynamo.config.patch(fake_tensor_cache_enabled=not dynamic):
+        uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=not dynamic)
+        with quiet(), portable_experts(), uncached, torch.no_grad():
             cache_name, cache = _example_cache(model, batch, past)
             arguments: dict[str, Any] = {
                 "input_ids": torch.ones(batch, new, dtype=torch.long, device="meta"),
@@ -237,11 +240,11 @@ def _first_line(error: Exception) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the libraries' warnings and loading bars, which are about their internals, for a while."""
-    levels = {name: logging.getLogger(name).level for name in ("transformers", "torch.export", "torch.fx")}
+    levels = {name: logging.getLogger(name).level for name in ("transformers", "torch.export", "torch.fx", FAKE_TENSOR)}
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -251,6 +254,22 @@ def quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
         if bars:
             transformers.utils.logging.enable_progress_bar()
+
+
+@contextmanager
+def portable_experts() -> Iterator[None]:
+    """Let mixture-of-experts layers run on meta tensors in fp32, where torch's grouped product takes bf16 only.
+
+    They then call `transformers.grouped_mm_fallback`, which computes the same product on any device.
+    """
+    original = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda rows, weight, offsets: (
+        weight.device.type != "meta" and original(rows, weight, offsets)
+    )
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = original
 
 
 def cache_argument(model: PreTrainedModel) -> str | None:
