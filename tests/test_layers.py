@@ -11,12 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "collapse"
 
 # Earliest first. `collapse` itself is the package's `__init__`, the interface for Python users.
 LAYERS = (
-    *("errors", "canonical", "plan", "verdict"),
-    *("domain", "schema", "schema_file", "schemas", "corpus"),
-    *("checkpoint", "bpe", "token_ids", "tokenizer", "chat"),
+    *("errors", "canonical", "plan", "verdict", "progress"),
+    *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
+    *("checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
     *("models", "trace", "sources"),
-    *("analysis", "passes", "rewrite", "manifest", "staging", "erase", "verify", "report", "runtime"),
-    *("pipeline", "collapse", "testing", "cli", "__main__"),
+    *("analysis", "passes", "rewrite", "manifest", "staging", "erase", "verify", "report", "probe", "runtime"),
+    *("pipeline", "collapse", "testing", "cli_args", "cli_schema", "cli_check", "cli_inspect", "cli", "__main__"),
 )
 
 
