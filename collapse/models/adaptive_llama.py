@@ -38,7 +38,7 @@ from collapse.models.position_bias import (
 
 
 @strict
-class AdaptiveLlamaConfig(LlamaConfig):
+class AdaptiveLlamaConfig(LlamaConfig):  # type: ignore[misc]
     """`LlamaConfig` and which layers have a `position_adaptive_bias`.
 
     Args:
@@ -69,7 +69,8 @@ class AdaptiveLlamaConfig(LlamaConfig):
         flags = self.position_adaptive_bias or []
         if len(flags) != self.num_hidden_layers:
             raise ValueError(
-                f"position_adaptive_bias has {len(flags)} flags for {self.num_hidden_layers} layers; give one a layer"
+                f"position_adaptive_bias has {len(flags)} flags for {self.num_hidden_layers} layers; "
+                "give one a layer"
             )
 
     @property
@@ -196,8 +197,12 @@ class AdaptiveLlamaModel(LlamaModel):  # type: ignore[misc]
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """As `LlamaModel.forward`; needs `input_ids` where any layer has a `position_adaptive_bias`."""
-        if self.reads_history:
+        """As `LlamaModel.forward`; needs `input_ids` where any layer has a `position_adaptive_bias`.
+
+        `position_context` may be given where the context was measured elsewhere, as in training on the end
+        of a longer context.
+        """
+        if self.reads_history and kwargs.get("position_context") is None:
             if input_ids is None:
                 raise UnsupportedError(
                     "position_adaptive_bias reads token ids", where="inputs_embeds", fix="pass input_ids"
@@ -246,7 +251,7 @@ def _is_token(mask: Tensor, query_index: Tensor) -> Tensor:
 
 
 def _cached_codes(cache: Cache | None, head_dim: int, past: int | Tensor) -> Tensor | None:
-    """Return the token codes kept in `cache`, int64 `[batch, slots]`, 0 in slots not (or no longer) in use."""
+    """Return the token codes kept in `cache`, int64 `[batch, slots]`, 0 in slots that are not in use."""
     if cache is None or not cache.layers or not cache.layers[0].is_initialized:
         return None
     values = cache.layers[0].values
@@ -257,7 +262,7 @@ def _cached_codes(cache: Cache | None, head_dim: int, past: int | Tensor) -> Ten
 
 
 def _placeholder_keys(config: AdaptiveLlamaConfig) -> set[str]:
-    """Return patterns of the keys that may stand in for an absent bias; a present one must match its shape."""
+    """Return patterns of the keys that may stand in for an absent bias; a present one must have its shape."""
     absent = [layer for layer, built in enumerate(config.position_adaptive_bias or []) if not built]
     return {rf"^model\.layers\.{layer}\.self_attn\.position_adaptive_bias\.weight$" for layer in absent}
 

@@ -134,7 +134,7 @@ def digit_count(vocab_size: int) -> int:
 
 
 def to_digits(codes: Tensor, digits: int, dtype: torch.dtype) -> Tensor:
-    """Write token codes `[batch, length]` as `[batch, length, digits]`, exact in every float dtype from bfloat16."""
+    """Write token codes `[batch, length]` as `[batch, length, digits]`, exact from bfloat16 upwards."""
     scale = DIGIT_BASE ** torch.arange(digits, device=codes.device)
     return ((codes[..., None] // scale) % DIGIT_BASE).to(dtype)
 
