@@ -122,6 +122,4 @@ def _sources(checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Iterator[st
         if isinstance(template, str):
             yield template
         elif isinstance(template, list):
-            yield from (
-                entry["template"] for entry in template if isinstance(entry, dict) and "template" in entry
-            )
+            yield from (entry["template"] for entry in template if isinstance(entry, dict) and "template" in entry)

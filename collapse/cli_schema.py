@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +12,7 @@ from collapse.canonical import dumps
 from collapse.cli_args import CorpusCommand
 from collapse.corpus import builtin_corpus, infer_schema, read_corpus
 from collapse.errors import OutputError
-from collapse.schema import TYPES, load_schema
+from collapse.schema import TYPES, InputSchema, load_schema
 
 schema_app = typer.Typer(
     help="The contract about a model's inputs: built-in ones, your own, or one derived from your files.",
@@ -73,6 +74,8 @@ def check(
     """Check a schema, and files against it. Exit code 2 and one line if something is wrong."""
     schema = load_schema(spec)
     found: dict[str, Any] = {"digest": schema.digest, "ok": True}
+    if schema.output.corpus:
+        read_corpus(schema.output.corpus, InputSchema(type=schema.type))
     if corpus:
         read = read_corpus(corpus, schema, field)
         found |= {"documents": len(read.documents), "characters": read.characters, "corpus": read.digest}
@@ -89,7 +92,7 @@ def infer(
     schema, observed = infer_schema(files)
     stated = schema.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     if output is not None:
-        _write(output, dumps(stated))
+        _write(output, dumps(stated), files)
     if as_json:
         typer.echo(dumps({"observed": observed.model_dump(mode="json"), "schema": stated}), nl=False)
         return
@@ -126,7 +129,11 @@ def _checked(found: dict[str, Any]) -> str:
     return f"ok: schema {found['digest'][:12]} holds for {text}"
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, inputs: Iterable[Path]) -> None:
+    if path.suffix != ".json":
+        raise OutputError("the schema is written as JSON", where=str(path), fix="name a .json file")
+    if any(path.exists() and path.samefile(name) for name in inputs if name.exists()):
+        raise OutputError("is one of the files to read", where=str(path), fix="name another file")
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

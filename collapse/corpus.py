@@ -25,9 +25,7 @@ __all__ = [
     "split",
 ]
 
-PIECE = 1000
-LONGEST_PIECE = 2000
-BLOCKS = 200
+BLOCKS = 600
 SMALLEST_BLOCK = 400
 
 
@@ -121,11 +119,12 @@ def builtin_corpus(schema: InputSchema) -> Corpus:
 def split(corpus: Corpus, seed: int = 0, held_out: float = 0.25) -> Split:
     """Split `corpus` into calibration and held-out text by contiguous blocks of documents.
 
-    There are about 200 blocks, of at least 400 characters unless a whole file is shorter; a block is a run of
+    There are about 600 blocks, of at least 400 characters unless a whole file is shorter; a block is a run of
     documents of one file, or a part of a document longer than two blocks. Of each file with two or more
-    distinct blocks both parts get some, `held_out` of them held out; files of one block are drawn together.
-    Identical blocks are assigned together, wherever they are, so that no block text is in both parts; single
-    lines may well occur in both. The same corpus, seed and share give the same split in every process.
+    distinct blocks `held_out` are held out, and both parts get some; files of one block are drawn together.
+    Identical blocks are assigned together, wherever they are, so that no block text is in both parts (a file
+    all of whose blocks are in earlier files may so be in one part only); single lines may well be in both.
+    The same corpus, seed and share give the same split in every process.
 
     Raises `SchemaError` if the text is too short for two blocks or the share is not between 0 and 1.
     """
@@ -191,30 +190,13 @@ def _documents_of(path: Path, name: str, schema: InputSchema, field: str | None,
     elif suffix == ".log" or schema.type == "log":
         yield from textfile.lines(text)
     else:
-        yield from _pieces(text)
+        yield from textfile.pieces(text)
 
 
 def _refuse(found: Violation | None, name: str, first_line: int) -> None:
     if found is not None:
-        where = f"{name}: line {found.line + first_line - 1}, column {found.column}"
-        raise SchemaError(f"breaks {found.clause}", where=where, fix="change the text or the schema")
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Yield consecutive pieces of `text`, cut after a blank line where one comes within 1 to 2 kB."""
-    piece: list[str] = []
-    size = 0
-    for line in textfile.lines(text):
-        if size and size + len(line) > LONGEST_PIECE:
-            yield "".join(piece)
-            piece, size = [], 0
-        piece.append(line)
-        size += len(line)
-        if size >= PIECE and not line.strip():
-            yield "".join(piece)
-            piece, size = [], 0
-    if piece:
-        yield "".join(piece)
+        found = found._replace(line=found.line + first_line - 1)
+        raise found.error(f"{name}: ")
 
 
 def _blocks(corpus: Corpus) -> Iterator[tuple[str, str]]:
@@ -252,9 +234,8 @@ def _parts(document: str, target: int) -> Iterator[str]:
     """Yield `document`, in parts of about `target` characters if it is longer than two blocks."""
     start = 0
     while len(document) - start > 2 * target:
-        # What is left stays a block of its own, so that no part is ever joined to another again.
-        latest = min(start + 2 * target, len(document) - target)
-        line_end = document.find("\n", start + target - 1, latest)
+        # A part without a line end leaves more than a block, so that nothing is put between it and the next.
+        line_end = document.find("\n", start + target - 1, start + 2 * target)
         stop = line_end + 1 if line_end >= 0 else start + target
         yield document[start:stop]
         start = stop

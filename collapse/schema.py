@@ -55,6 +55,11 @@ class Violation(NamedTuple):
     line: int
     column: int
 
+    def error(self, file: str = "") -> SchemaError:
+        """Return the error that names `file` (with what separates it), line, column and clause."""
+        where = f"{file}line {self.line}, column {self.column}"
+        return SchemaError(f"breaks {self.clause}", where=where, fix="change the text or the schema")
+
 
 class InputSchema(StatedDomain):
     """The contract. Lengths are counted in tokens of the source tokenizer and in characters of a line.
@@ -123,8 +128,7 @@ class InputSchema(StatedDomain):
     def check_text(self, text: str) -> None:
         """Raise `SchemaError` naming the clause, line and column that keep `text` from being an input."""
         if found := self.violation(text):
-            where = f"line {found.line}, column {found.column}"
-            raise SchemaError(f"breaks {found.clause}", where=where, fix="change the text or the schema")
+            raise found.error()
 
     def check_tokens(self, ids: Sequence[int]) -> None:
         """Raise `SchemaError` if there are more than `max_tokens` ids or one is not in `tokens`."""
@@ -142,10 +146,10 @@ def _fitting(workload: Mapping[str, Any], limit: int, scores: bool) -> dict[str,
     usual = Workload()
     prompt, new = workload.get("prompt"), workload.get("new")
     if type(new) is not int:
-        new = min(usual.new, limit // 5 if type(prompt) is not int else limit - prompt)
+        new = max(1, min(usual.new, limit // 5 if type(prompt) is not int else limit - prompt))
     if type(prompt) is not int:
-        prompt = min(usual.prompt, limit if scores else limit - new)
-    return {"prompt": max(1, prompt), "new": max(1, new)} | dict(workload)
+        prompt = max(1, min(usual.prompt, limit if scores else limit - new))
+    return {"prompt": prompt, "new": new} | dict(workload)
 
 
 def _stray(text: str, outside: set[str], charset: str) -> Violation:

@@ -14,6 +14,8 @@ from collapse.errors import SchemaError
 
 MAX_BYTES = 2 << 30
 MAX_RATIO = 200
+PIECE = 1000
+LONGEST_PIECE = 2000
 _RATIO_APPLIES_ABOVE = 16 << 20
 _CHUNK = 1 << 20
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -60,6 +62,23 @@ def lines(text: str) -> list[str]:
     return [*whole, pieces[-1]] if pieces[-1] else whole
 
 
+def pieces(text: str) -> Iterator[str]:
+    """Yield consecutive pieces of `text`, cut after a blank line where one comes within 1 to 2 kB."""
+    piece: list[str] = []
+    size = 0
+    for line in lines(text):
+        if size and size + len(line) > LONGEST_PIECE:
+            yield "".join(piece)
+            piece, size = [], 0
+        piece.append(line)
+        size += len(line)
+        if size >= PIECE and not line.strip():
+            yield "".join(piece)
+            piece, size = [], 0
+    if piece:
+        yield "".join(piece)
+
+
 def field_texts(text: str, field: str | None, name: str) -> Iterator[tuple[int, str]]:
     """Yield the line number and the text of each JSON record of a `.jsonl` file; blank lines are left out.
 
@@ -85,7 +104,7 @@ def parsed(text: str, where: str) -> object:
 def short_names(paths: Sequence[Path]) -> list[str]:
     """Return each path's shortest ending that is its alone, so that reports carry no absolute paths."""
     parts = [path.absolute().parts for path in paths]
-    deepest = max(map(len, parts), default=0)
+    deepest = max(map(len, parts), default=1)
     depths = [1] * len(paths)
     for _ in range(deepest):
         names = ["/".join(part[-depth:]) for part, depth in zip(parts, depths, strict=True)]
@@ -107,7 +126,7 @@ def _expanded(path: Path, limit: int, ratio: int) -> bytes:
     packed = path.stat().st_size
     pieces, total = [], 0
     with gzip.open(path, "rb") as stream:
-        for piece in _pieces(stream):
+        for piece in _chunks(stream):
             total += len(piece)
             if total > limit or (total > _RATIO_APPLIES_ABOVE and total > ratio * packed):
                 bound = f"{limit} bytes" if total > limit else f"{ratio} times its {packed} bytes"
@@ -116,7 +135,7 @@ def _expanded(path: Path, limit: int, ratio: int) -> bytes:
     return b"".join(pieces)
 
 
-def _pieces(stream: gzip.GzipFile | BinaryIO) -> Iterator[bytes]:
+def _chunks(stream: gzip.GzipFile | BinaryIO) -> Iterator[bytes]:
     while piece := stream.read(_CHUNK):
         yield piece
 

@@ -94,9 +94,7 @@ class TokenizerFile:
         The decoder turns the character back before it joins bytes, so spelt in bytes it would stay a marker.
         """
         steps = (*self.normalizers, *self.pre_tokenizers, *_unfold(self.data.get("decoder"), "decoders"))
-        texts = (
-            step.get(name) for step in steps for name in ("content", "prepend", "replacement", "pattern")
-        )
+        texts = (step.get(name) for step in steps for name in ("content", "prepend", "replacement", "pattern"))
         strings = (text.get("String", "") if isinstance(text, dict) else text or "" for text in texts)
         found = {char for text in strings for char in text if char in self.vocab}
         return tuple(sorted(found)) if self.flavour == "byte-fallback" else ()

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import sympy
 import torch
+import torch._dynamo
 import transformers
 from torch import fx
 from torch.export import Dim, ExportedProgram
@@ -27,6 +28,8 @@ from transformers.exporters.exporter_dynamo import (
     DynamoExporter,
     register_cache_pytrees_for_model,
 )
+from transformers.exporters.utils import apply_patches
+from transformers.integrations import moe
 
 import collapse.models  # noqa: F401  (registers the reference architecture)
 from collapse.checkpoint import Checkpoint
@@ -35,6 +38,7 @@ from collapse.errors import UnsupportedError
 Role = Literal["parameter", "buffer", "constant", "input"]
 Measure = Literal["batch", "new", "past", "total"]
 
+FAKE_TENSOR = "torch._subclasses.fake_tensor"  # it logs a traceback for every failed trace
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
@@ -73,6 +77,7 @@ class Program:
         shapes: shape of every parameter and persistent buffer by state-dict name, all tied names included.
         tied: groups of parameter names that are one tensor, each sorted.
         module_types: class name of every module path.
+        prefix: what the causal LM calls its base model; files saved from a base model lack it.
     """
 
     graph: fx.GraphModule
@@ -83,6 +88,7 @@ class Program:
     shapes: Mapping[str, tuple[int, ...]]
     tied: tuple[tuple[str, ...], ...]
     module_types: Mapping[str, str]
+    prefix: str = ""
 
     @property
     def parameters(self) -> Mapping[str, str]:
@@ -97,6 +103,11 @@ class Program:
     def aliases(self, name: str) -> tuple[str, ...]:
         """Return all names of the tensor called `name`, itself included."""
         return next((group for group in self.tied if name in group), (name,))
+
+    def model_name(self, name: str) -> str | None:
+        """Return the state-dict name of a tensor that a file calls `name`, or None where no module claims it."""
+        candidates = (name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."))
+        return next((candidate for candidate in candidates if candidate in self.shapes), None)
 
     def with_graph(self, graph: fx.GraphModule, **changes: Any) -> Program:
         """Return the program with another graph; placeholders that the graph lost are dropped from `inputs`."""
@@ -199,7 +210,9 @@ def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new
     model = meta_model(config)
     register_cache_pytrees_for_model(model)
     try:
-        with quiet(), torch.no_grad():
+        # The cache of fake-tensor results costs more than it saves on symbolic shapes: 63 s -> 41 s on SmolLM2.
+        uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=not dynamic)
+        with quiet(), portable_experts(), uncached, torch.no_grad():
             cache_name, cache = _example_cache(model, batch, past)
             arguments: dict[str, Any] = {
                 "input_ids": torch.ones(batch, new, dtype=torch.long, device="meta"),
@@ -227,11 +240,11 @@ def _first_line(error: Exception) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the libraries' warnings and loading bars, which are about their internals, for a while."""
-    levels = {name: logging.getLogger(name).level for name in ("transformers", "torch.export", "torch.fx")}
+    levels = {name: logging.getLogger(name).level for name in ("transformers", "torch.export", "torch.fx", FAKE_TENSOR)}
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
     for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -243,6 +256,22 @@ def quiet() -> Iterator[None]:
             transformers.utils.logging.enable_progress_bar()
 
 
+@contextmanager
+def portable_experts() -> Iterator[None]:
+    """Let mixture-of-experts layers run on meta tensors in fp32, where torch's grouped product takes bf16 only.
+
+    They then call `transformers.grouped_mm_fallback`, which computes the same product on any device.
+    """
+    original = moe._can_use_grouped_mm
+    moe._can_use_grouped_mm = lambda rows, weight, offsets: (
+        weight.device.type != "meta" and original(rows, weight, offsets)
+    )
+    try:
+        yield
+    finally:
+        moe._can_use_grouped_mm = original
+
+
 def cache_argument(model: PreTrainedModel) -> str | None:
     """Return the name under which the model's forward takes its cache."""
     parameters = inspect.signature(model.forward).parameters
@@ -250,8 +279,10 @@ def cache_argument(model: PreTrainedModel) -> str | None:
 
 
 def _grown_cache(model: PreTrainedModel, batch: int, length: int) -> Any:
+    """Run the model on meta tensors; under the exporter's patches a sliding layer keeps its whole past."""
     ids = torch.ones(batch, length, dtype=torch.long, device="meta")
-    output = model(input_ids=ids, use_cache=True)
+    with apply_patches("dynamo"):
+        output = model(input_ids=ids, use_cache=True)
     found = (getattr(output, name, None) for name in CACHE_ARGUMENTS)
     return next((cache for cache in found if cache is not None), None)
 
@@ -319,6 +350,7 @@ def _program(model: PreTrainedModel, exported: ExportedProgram, cache: tuple[Cac
         shapes={name: tuple(tensor.shape) for name, tensor in _state(model).items()},
         tied=groups,
         module_types={name: type(module).__name__ for name, module in model.named_modules()},
+        prefix=model.base_model_prefix,
     )
 
 

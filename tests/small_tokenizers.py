@@ -39,13 +39,9 @@ def _byte_level() -> dict:
 def _byte_fallback() -> dict:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     special = ["<unk>", "<s>", "</s>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=480, special_tokens=[*special, *fallback_alphabet()], show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=[*special, *fallback_alphabet()], show_progress=False)
     tokenizer.train_from_iterator([line for line in CORPUS for line in line.split(",")], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]

@@ -84,18 +84,14 @@ def test_spelling_equals_trying_all_texts(alphabet):
 
 def with_normalizer(tmp_path, step, kind="byte-fallback"):
     data = tokenizer_data(kind)
-    data["normalizer"] = (
-        {"type": "Sequence", "normalizers": [step, data["normalizer"]]} if data["normalizer"] else step
-    )
+    data["normalizer"] = {"type": "Sequence", "normalizers": [step, data["normalizer"]]} if data["normalizer"] else step
     return open_text(checkpoint(tmp_path, len(data["model"]["vocab"]), tokenizer__json=data)).file
 
 
 def test_normalizers_add_their_characters(tmp_path):
     file = with_normalizer(tmp_path, {"type": "Prepend", "prepend": "▁"})
     assert reachable_characters(file, frozenset("ab")) == frozenset("ab▁")
-    assert {"▁", "▁the", "▁th"} & file.vocab.keys() == {"▁", "▁the", "▁th"} & spellable(
-        file, frozenset("the")
-    )
+    assert {"▁", "▁the", "▁th"} & file.vocab.keys() == {"▁", "▁the", "▁th"} & spellable(file, frozenset("the"))
     assert spellable(file, frozenset("the")).isdisjoint({"a", "▁a", "at"})
 
 
@@ -238,9 +234,7 @@ def test_the_kept_set_passes_the_check_of_the_cut(tmp_path, kind):
     file = open_text(source).file
     check_kept(file, use.kept, use.size)
     assert closure(strings(source, use), file.ranks) == strings(source, use)
-    assert set(use.kept) >= {
-        file.ids[token] for token in (*file.byte_tokens, *(t.content for t in file.added))
-    }
+    assert set(use.kept) >= {file.ids[token] for token in (*file.byte_tokens, *(t.content for t in file.added))}
     assert sum(use.counts.values()) == len(use.kept)
     files = {name: (source.root / name).read_bytes() for name in source.side_files}
     narrowed = narrow_side_files(files, use.kept, use.size)["tokenizer.json"]
@@ -313,18 +307,14 @@ def test_the_date_in_a_template_does_not_depend_on_today():
     assert {text.split()[0] for text in samples} == {f"{day:02d}" for day in range(1, 32)}
 
 
-@pytest.mark.parametrize(
-    "source", ["{{ messages.__class__.__mro__ }}", "{% for m in", "{{ 1 / 0 }}", "{{ x.y.z }}"]
-)
+@pytest.mark.parametrize("source", ["{{ messages.__class__.__mro__ }}", "{% for m in", "{{ 1 / 0 }}", "{{ x.y.z }}"])
 def test_a_template_out_of_its_box_or_broken_gives_nothing(source):
     assert ChatTemplate(source, {}).samples() == ()
 
 
 def test_generation_marks_and_templates_inside_json(tmp_path):
     text = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}|"
-    source = opened(
-        tmp_path, tokenizer_config__json={"chat_template": [{"name": "default", "template": text}]}
-    )
+    source = opened(tmp_path, tokenizer_config__json={"chat_template": [{"name": "default", "template": text}]})
     assert chat_templates(source)[0].samples() == ("a|",)
 
 
@@ -346,9 +336,7 @@ def test_bounds_at_the_ends():
 @pytest.mark.parametrize("bound", [clopper_pearson, lambda hits, n, d: hoeffding_bentkus(hits / n, n, d)])
 def test_a_bound_is_wrong_no_more_often_than_it_says(bound, share):
     units, delta = 60, 0.05
-    wrong = sum(
-        binom.pmf(hits, units, share) for hits in range(units + 1) if bound(hits, units, delta) < share
-    )
+    wrong = sum(binom.pmf(hits, units, share) for hits in range(units + 1) if bound(hits, units, delta) < share)
     assert wrong <= delta
     assert bound(6, units, delta) < 0.25, "a bound of 1 would pass too"
 

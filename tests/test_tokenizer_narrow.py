@@ -30,9 +30,7 @@ def opened(kind):
 
 def must_keep(file):
     """Bytes, space markers and special tokens: what no cut may lose."""
-    return {file.vocab[t] for t in (*file.byte_tokens, *file.markers)} | {
-        t.id for t in file.added if t.special
-    }
+    return {file.vocab[t] for t in (*file.byte_tokens, *file.markers)} | {t.id for t in file.added if t.special}
 
 
 def closed(file, ids):
@@ -248,9 +246,7 @@ def test_every_id_field_moves():
 
 
 def test_an_id_beyond_the_new_size_is_renumbered():
-    out = narrow_side_files(
-        {"config.json": dumped({"vocab_size": 100, "eos_token_id": 99})}, IndexSet.of([0, 99]), 100
-    )
+    out = narrow_side_files({"config.json": dumped({"vocab_size": 100, "eos_token_id": 99})}, IndexSet.of([0, 99]), 100)
     assert json.loads(out["config.json"]) == {"vocab_size": 2, "eos_token_id": 1}
 
 

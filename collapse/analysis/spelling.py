@@ -146,10 +146,7 @@ class Utf8Pieces:
     def inner(self) -> frozenset[bytes]:
         """Pieces of a single character that hold neither its first nor its last byte."""
         return frozenset(
-            code[start:stop]
-            for code in self.whole
-            for start in range(1, len(code))
-            for stop in range(start, len(code))
+            code[start:stop] for code in self.whole for start in range(1, len(code)) for stop in range(start, len(code))
         )
 
     def spells(self, piece: bytes) -> bool:

@@ -116,18 +116,14 @@ def _token_use(checkpoint: Checkpoint, schema: InputSchema, samples: Samples, ou
     return TokenUse(IndexSet.of(kept), size, counts, grade, claim, method, figures, where)
 
 
-def _domains(
-    schema: InputSchema, samples: Samples, output: Samples
-) -> tuple[tuple[str, Domain, Samples], ...]:
+def _domains(schema: InputSchema, samples: Samples, output: Samples) -> tuple[tuple[str, Domain, Samples], ...]:
     given = ("input", schema.input, samples)
     if not schema.output.is_explicit and schema.output.corpus is None:
         return (given,)
     return (given, ("output", schema.output, output))
 
 
-def _domain_ids(
-    label: str, domain: Domain, texts: Samples, text: TextSource | None, size: int
-) -> Iterable[int]:
+def _domain_ids(label: str, domain: Domain, texts: Samples, text: TextSource | None, size: int) -> Iterable[int]:
     if domain.tokens is not None:
         if domain.tokens[-1] >= size:
             raise SchemaError(
@@ -135,9 +131,7 @@ def _domain_ids(
             )
         return domain.tokens
     if text is None:
-        raise UnsupportedError(
-            "the model has no tokenizer", where=label, fix="give the domain as token ids (tokens)"
-        )
+        raise UnsupportedError("the model has no tokenizer", where=label, fix="give the domain as token ids (tokens)")
     if domain.characters is not None:
         return (text.file.ids[token] for token in spellable(text.file, domain.characters))
     if not any(texts.calibration):
@@ -246,9 +240,7 @@ def _method(text: TextSource | None, bounded: list[tuple[str, tuple[str, ...]]])
     closed = "closed under the derivations of BPE merges, with every byte token" if text else "ids as stated"
     if not bounded:
         return closed
-    contexts = (
-        "ids seen in calibration blocks and at the edges of their lines: alone, ended, spaced, in a chat"
-    )
+    contexts = "ids seen in calibration blocks and at the edges of their lines: alone, ended, spaced, in a chat"
     if not all(held_out for _, held_out in bounded):
         return f"{contexts}; {closed}; no held-out text, so no bound"
     bounds = "Clopper-Pearson for the share of blocks, Hoeffding-Bentkus for the mean per-block share"

@@ -1,0 +1,13 @@
+"""The passes, in the order in which they run. A new pass is one file here and one line in `PASSES`."""
+
+from __future__ import annotations
+
+from collapse.passes.base import Context, Pass, Proposal
+from collapse.passes.dead_module import DeadModule
+from collapse.passes.positions import Positions
+from collapse.passes.unread_weights import UnreadWeights
+from collapse.passes.vocabulary import Vocabulary
+
+PASSES: tuple[Pass, ...] = (UnreadWeights(), Positions(), Vocabulary(), DeadModule())
+
+__all__ = ["PASSES", "Context", "Pass", "Proposal"]

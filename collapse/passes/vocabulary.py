@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from collapse.analysis.token_use import Declined, TokenUse
+from collapse.analysis.token_use import Declined, TokenUse, token_use
+from collapse.passes.base import Context, Proposal
 from collapse.plan import Axis, Narrow, Skipped
 
 NAME = "vocabulary"
@@ -15,13 +15,14 @@ NAME = "vocabulary"
 class Vocabulary:
     """Narrows the input embedding and the output head to the token ids in use."""
 
-    name: ClassVar[str] = NAME
+    name: str = NAME
 
-    def propose(
-        self, use: TokenUse | Declined, axes: tuple[Axis, ...], size: int
-    ) -> tuple[Narrow | None, Skipped | None]:
-        """See `propose_vocabulary`."""
-        return propose_vocabulary(use, axes, size)
+    def propose(self, context: Context) -> Proposal:
+        """Find the token tables in the graph and the ids in use, and propose keeping just those rows."""
+        use = token_use(context.checkpoint, context.schema, context.texts, context.output_texts)
+        tables = context.token_tables
+        rewrite, skipped = propose_vocabulary(use, tuple(Axis(tensor=t, dim=0) for t in tables), context.token_rows)
+        return Proposal((rewrite,) if rewrite else (), (skipped,) if skipped else ())
 
 
 def propose_vocabulary(
@@ -39,9 +40,7 @@ def propose_vocabulary(
     if not axes:
         return None, _skipped(site, "no tensor is indexed by token ids", evidence.figures)
     if use.size != size:
-        return None, _skipped(
-            site, f"the tables have {size} rows, config.json says {use.size}", evidence.figures
-        )
+        return None, _skipped(site, f"the tables have {size} rows, config.json says {use.size}", evidence.figures)
     if not len(use.kept):
         return None, _skipped(site, "no token is in use", evidence.figures)
     if len(use.kept) == size:

@@ -15,7 +15,6 @@ from typing import Any
 from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
 from collapse.errors import PlanError
 from collapse.plan import Erase, IndexSet, Narrow, Plan, ShortCircuit
-from collapse.rewrite.ties import duplicates
 
 PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, PLACEHOLDER = "F32", (4,), bytes(16)
 
@@ -71,24 +70,17 @@ class OutputTensor:
 def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ...]:
     """Return every tensor of the output, in the source's order.
 
-    Of tensors that the model ties and whose bytes are equal, only the one that it reads is written. Raises
-    `PlanError` where the plan does not fit the checkpoint.
+    Raises `PlanError` where the plan does not fit the checkpoint.
     """
     erased, placeholders = _erased(checkpoint, plan)
     narrowed = _narrowed(checkpoint, plan)
     for name in narrowed:
         if name in erased:
             raise PlanError(f"tensor {name} is both erased and narrowed", where="plan", fix="make a new plan")
-    alive = {name: info for name, info in checkpoint.tensors.items() if name not in erased}
-    copies = {
-        name: original
-        for name, original in duplicates(checkpoint).items()
-        if original in alive and narrowed.get(name, {}) in ({}, narrowed.get(original, {}))
-    }
     return tuple(
         _output(info, narrowed.get(name, {}), name in placeholders)
         for name, info in checkpoint.tensors.items()
-        if (name in alive or name in placeholders) and name not in copies
+        if name not in erased or name in placeholders
     )
 
 

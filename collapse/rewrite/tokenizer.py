@@ -90,9 +90,7 @@ def narrow_tokenizer(file: TokenizerFile, new_ids: Mapping[int, int]) -> bytes:
     ordered = sorted((new_ids[old], token) for token, old in file.vocab.items() if old in new_ids)
     vocab = {token: new for new, token in ordered}
     pairs = zip(file.merges, data["model"]["merges"], strict=True)
-    merges = [
-        raw for (left, right), raw in pairs if left in vocab and right in vocab and left + right in vocab
-    ]
+    merges = [raw for (left, right), raw in pairs if left in vocab and right in vocab and left + right in vocab]
     data["model"] = {**data["model"], "vocab": vocab, "merges": merges}
     added = [entry for entry in data.get("added_tokens") or () if entry["id"] in new_ids]
     data["added_tokens"] = [{**entry, "id": new_ids[entry["id"]]} for entry in added]
@@ -149,8 +147,7 @@ def _resize(config: Any, old: int, new: int) -> Any:
     if not isinstance(config, Mapping):
         return config
     return {
-        key: new if key == "vocab_size" and value == old else _resize(value, old, new)
-        for key, value in config.items()
+        key: new if key == "vocab_size" and value == old else _resize(value, old, new) for key, value in config.items()
     }
 
 

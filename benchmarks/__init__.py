@@ -1,0 +1,1 @@
+"""Measurements of collapse itself, one subcommand a file; `scripts/bench NAME` runs `benchmarks.NAME.main`."""

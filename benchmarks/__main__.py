@@ -1,0 +1,34 @@
+"""Dispatch `scripts/bench NAME ...` to the module of that name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from collapse.errors import CollapseError
+
+COMMANDS = {
+    "export": "stage times and peak memory of one export, as medians over several runs",
+    "collect": "add the report.json of finished exports to reports/results.json",
+    "readme-table": "rewrite the table in README.md from reports/results.json",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one subcommand; returns the exit status."""
+    if not arguments or arguments[0] not in COMMANDS:
+        wanted = not arguments or arguments[0] in {"-h", "--help"}
+        print("usage: scripts/bench NAME [-h] ...\n", file=sys.stderr)
+        print("\n".join(f"  {name:<14}{what}" for name, what in COMMANDS.items()), file=sys.stderr)
+        return 0 if wanted else 2
+    module = importlib.import_module(f"benchmarks.{arguments[0].replace('-', '_')}")
+    try:
+        return int(module.main(arguments[1:]))
+    except CollapseError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,31 @@
+"""Dead-code elimination for language models: declare the inputs, erase what they cannot reach, prove it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collapse.pipeline import Options, Result, export, make_plan
+    from collapse.runtime.load import load
+    from collapse.schema import InputSchema
+
+__version__ = "0.1.0"
+__all__ = ["InputSchema", "Options", "Result", "export", "load", "make_plan"]
+
+_HOMES = {
+    "InputSchema": "collapse.schema",
+    "Options": "collapse.pipeline",
+    "Result": "collapse.pipeline",
+    "export": "collapse.pipeline",
+    "load": "collapse.runtime.load",
+    "make_plan": "collapse.pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and transformers only when something needs them: `collapse schema` starts at once."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'collapse' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

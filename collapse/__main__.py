@@ -1,0 +1,5 @@
+"""`python -m collapse`."""
+
+from collapse.cli import main
+
+main()

@@ -1,0 +1,144 @@
+"""How far each module's output is from zero, from its input, and from a constant, on given sequences.
+
+A profile: it ranks sites. It proves nothing about inputs it has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from collapse.analysis.stand_in import entering_tensor, tensor_of
+from collapse.plan import Replacement
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Facts about one module over all sequences.
+
+    Attributes:
+        site: module path.
+        calls: how often it ran.
+        rms: root mean square of its output.
+        share: `rms` over that of the residual stream entering the enclosing block; NaN outside blocks.
+        zero, identity, constant: largest absolute difference between the output and the replacement;
+            infinite where shapes do not allow it.
+        middle: per feature the middle between the least and the largest output, the constant in question.
+    """
+
+    site: str
+    calls: int
+    rms: float
+    share: float
+    zero: float
+    identity: float
+    constant: float
+    middle: torch.Tensor | None
+
+    @property
+    def nearest(self) -> tuple[Replacement, float]:
+        """The closest replacement and its distance; zero before identity before constant where equal."""
+        by: tuple[Replacement, ...] = ("zero", "identity", "constant")
+        return min(((name, getattr(self, name)) for name in by), key=lambda pair: pair[1])
+
+
+class _Meter:
+    """Accumulates one module's figures in constant memory."""
+
+    def __init__(self) -> None:
+        self.calls, self.count, self.squares = 0, 0, 0.0
+        self.zero, self.identity = 0.0, 0.0
+        self.least: torch.Tensor | None = None
+        self.most: torch.Tensor | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        value = tensor_of(output)
+        if value is None or value.numel() == 0:
+            return
+        self.calls += 1
+        self.count += value.numel()
+        self.squares += float(value.double().square().sum())
+        self.zero = max(self.zero, float(value.abs().max()))
+        entering = entering_tensor(args, kwargs, value.shape)
+        gap = float("inf") if entering is None else float((value - entering).abs().max())
+        self.identity = max(self.identity, gap)
+        self._range(value)
+
+    def _range(self, value: torch.Tensor) -> None:
+        if value.dim() != 3:  # only [batch, sequence, features] has features that do not depend on the length
+            self.least = self.most = None
+            return
+        flat = value.flatten(0, 1)
+        least, most = flat.amin(0), flat.amax(0)
+        if self.calls == 1:
+            self.least, self.most = least, most
+        elif self.least is not None and self.most is not None:
+            self.least, self.most = torch.minimum(self.least, least), torch.maximum(self.most, most)
+
+    def activation(self, site: str, residual: float) -> Activation:
+        """Return the facts gathered."""
+        rms = (self.squares / self.count) ** 0.5
+        spread = float("inf") if self.least is None or self.most is None else float((self.most - self.least).max()) / 2
+        middle = None if self.least is None or self.most is None else (self.least + self.most) / 2
+        share = rms / residual if residual else float("nan")
+        return Activation(site, self.calls, rms, share, self.zero, self.identity, spread, middle)
+
+
+def profile(
+    model: nn.Module,
+    sites: Sequence[str],
+    sequences: Sequence[Sequence[int]],
+    advance: Callable[[int], None] = lambda done: None,
+) -> dict[str, Activation]:
+    """Run `sequences` (token ids, one at a time) and measure the module at every site.
+
+    Sites whose output is no tensor, or that never ran, are left out.
+    """
+    blocks = _blocks(model)
+    meters = {site: _Meter() for site in sites}
+    streams = {block: _Stream() for block in blocks}
+    handles = [model.get_submodule(s).register_forward_hook(m, with_kwargs=True) for s, m in meters.items()]
+    handles += [model.get_submodule(b).register_forward_pre_hook(m, with_kwargs=True) for b, m in streams.items()]
+    try:
+        with torch.no_grad():
+            for done, sequence in enumerate(sequences, 1):
+                model(input_ids=torch.tensor([list(sequence)]), use_cache=False)
+                advance(done)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {
+        site: meter.activation(site, next((streams[b].rms for b in blocks if site.startswith(f"{b}.")), 0.0))
+        for site, meter in meters.items()
+        if meter.calls
+    }
+
+
+class _Stream:
+    """Measures the hidden states that enter a block."""
+
+    def __init__(self) -> None:
+        self.count, self.squares = 0, 0.0
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3:
+                self.count += value.numel()
+                self.squares += float(value.double().square().sum())
+                return
+
+    @property
+    def rms(self) -> float:
+        """Root mean square of what entered; 0 where nothing did."""
+        return (self.squares / self.count) ** 0.5 if self.count else 0.0
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    """Return the paths of the outermost repeated blocks: the members of a list of modules."""
+    lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
+    return [f"{path}.{child}" for path in outer for child, _ in model.get_submodule(path).named_children()]

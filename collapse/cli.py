@@ -1,0 +1,197 @@
+"""The command line. Exit codes: 0 done, 1 refuted, 2 bad input or nothing decided."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from collapse.cli_args import CorpusCommand
+from collapse.cli_check import probe, verify
+from collapse.cli_inspect import flops, graph, report, trace
+from collapse.cli_schema import schema_app
+from collapse.errors import CollapseError, OutputError
+
+if TYPE_CHECKING:
+    from collapse.pipeline import Options, Result
+    from collapse.progress import Stopwatch
+
+USAGE_ERROR = typer.BadParameter.__bases__[0]  # typer does not export the class that it raises
+HELP = {"help_option_names": ["-h", "--help"]}
+app = typer.Typer(
+    name="collapse",
+    help="Dead-code elimination for language models: declare the inputs, erase what they cannot reach, prove it.",
+    epilog="Exit codes: 0 done, 1 refuted, 2 bad input or nothing decided.",
+    no_args_is_help=True,
+    context_settings=HELP,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(schema_app, name="schema")
+for command in (flops, trace, graph, report, verify, probe):
+    app.command(context_settings=HELP)(command)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a .gguf file, or a hub id.")]
+Schema = Annotated[str, typer.Option("--schema", "-s", help="A built-in name, a JSON or TOML file, or inline JSON.")]
+Corpus = Annotated[
+    list[Path] | None, typer.Option("--corpus", metavar="FILES...", help="Your own text, instead of the sample.")
+]
+Field = Annotated[str | None, typer.Option("--field", help="The field of .jsonl records that holds the text.")]
+Stage = Annotated[str, typer.Option("--stage", help="How far a dead module goes: fuse, short-circuit or erase.")]
+Placeholder = Annotated[bool, typer.Option("--placeholder", help="Leave 16 zero bytes under each erased name.")]
+Passes = Annotated[list[str] | None, typer.Option("--pass", help="Run only this pass; may be repeated.")]
+Seed = Annotated[int, typer.Option("--seed", help="Of the split and of the samples.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars, no table.")]
+
+
+@app.command(
+    cls=CorpusCommand,
+    context_settings=HELP,
+    epilog="Examples: collapse export MODEL --schema log -o OUT    collapse export MODEL --plan plan.json -o OUT",
+)
+def export(
+    model: Model,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to; MODEL-SCHEMA by default.")] = None,
+    schema: Schema = "log",
+    corpus: Corpus = None,
+    field: Field = None,
+    stage: Stage = "erase",
+    placeholder: Placeholder = False,
+    passes: Passes = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Apply exactly this reviewed plan.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier output of collapse.")] = False,
+    max_shard_size: Annotated[int, typer.Option("--max-shard-size", help="Bytes of the largest weight file.")] = 5
+    * 10**9,
+    prompts: Annotated[int, typer.Option("--prompts", help="Greedy continuations to compare.")] = 8,
+    seed: Seed = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Collapse MODEL for the inputs of a schema: decide, rewrite, erase, verify, report."""
+    from collapse.pipeline import export as run
+    from collapse.plan import Plan
+
+    reviewed = Plan.load(plan) if plan else None
+    options = _options(corpus, field, stage, placeholder, passes, seed, max_shard_size, prompts)
+    watch = _watch(quiet)
+    result = run(
+        model, output or _default_output(model, schema), schema, options, plan=reviewed, force=force, watch=watch
+    )
+    _tell(result, watch, as_json, quiet)
+
+
+@app.command(
+    "plan",
+    cls=CorpusCommand,
+    context_settings=HELP,
+    epilog="Example: collapse plan MODEL --schema log --corpus logs/*.log -o plan.json",
+)
+def make(
+    model: Model,
+    schema: Schema = "log",
+    corpus: Corpus = None,
+    field: Field = None,
+    stage: Stage = "erase",
+    placeholder: Placeholder = False,
+    passes: Passes = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, for review.")] = None,
+    seed: Seed = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Dry run: what would go, why, and what it saves. Writes nothing but the plan, if asked."""
+    from collapse.pipeline import make_plan
+
+    watch = _watch(quiet)
+    result = make_plan(model, schema, _options(corpus, field, stage, placeholder, passes, seed), watch=watch)
+    if output:
+        result.plan.save(output)
+    _tell(result, watch, as_json, quiet)
+
+
+def _options(
+    corpus: list[Path] | None,
+    field: str | None,
+    stage: str,
+    placeholder: bool,
+    passes: list[str] | None,
+    seed: int,
+    max_shard_size: int | None = None,
+    prompts: int | None = None,
+) -> Options:
+    from collapse.pipeline import make_options
+
+    return make_options(
+        corpus=tuple(corpus or ()),
+        text_field=field,
+        stage=stage,
+        placeholder=placeholder,
+        passes=tuple(passes) if passes else None,
+        seed=seed,
+        max_shard_size=max_shard_size,
+        prompts=prompts,
+    )
+
+
+def _watch(quiet: bool) -> Stopwatch:
+    from collapse.progress import Stopwatch
+
+    return Stopwatch(quiet)
+
+
+def _default_output(model: str, schema: str) -> Path:
+    """Name the output after model and schema, beside where the user stands."""
+    kind = Path(schema).stem if not schema.lstrip().startswith("{") else "custom"
+    return Path(f"{Path(model).stem if model.endswith('.gguf') else Path(model).name}-{kind}")
+
+
+def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
+    from collapse.canonical import dumps
+    from collapse.report import render_terminal
+
+    watch.finish()
+    if as_json:
+        typer.echo(dumps(result.report.to_json()), nl=False)
+    elif not quiet:
+        typer.echo(render_terminal(result.report), nl=False)
+    if result.output and not as_json:
+        typer.echo(f"Report: {result.output / 'REPORT.md'}")
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one line on standard error and exit code 2."""
+    try:
+        app(standalone_mode=False)
+    except CollapseError as error:
+        _fail(str(error), error.exit_code)
+    except (typer.Exit, SystemExit) as leaving:
+        sys.exit(getattr(leaving, "exit_code", getattr(leaving, "code", 0)))
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing was published", 130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except MemoryError:
+        _fail("out of memory; close other programs or give a smaller model", OutputError.exit_code)
+    except Exception as error:
+        _other(error)
+
+
+def _other(error: Exception) -> None:
+    """Usage errors can show themselves; anything but those and the system's is our bug, and is shown whole."""
+    if isinstance(error, USAGE_ERROR):
+        error.show()
+        sys.exit(2)
+    if isinstance(error, OSError):
+        _fail(f"{error.filename or 'a file'}: {error.strerror or error}", 2)
+    raise error
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo(f"collapse: {message}", err=True)
+    sys.exit(code)

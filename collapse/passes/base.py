@@ -1,0 +1,93 @@
+"""What a pass is: it looks at a context and proposes rewrites, or says why it leaves a site alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from collapse.analysis.reachability import Reachability, reachability
+from collapse.analysis.tables import token_tables
+from collapse.analysis.ties import duplicates
+from collapse.analysis.token_use import Samples
+from collapse.checkpoint import Checkpoint
+from collapse.plan import Rewrite, Skipped, Stage
+from collapse.schema import InputSchema
+from collapse.sequences import Sequences
+from collapse.trace import Program
+
+Progress = Callable[[str, int, int], None]  # what, how many done, of how many
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What passes may look at. Costly facts are computed when first asked for, once."""
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    schema: InputSchema
+    program: Program
+    texts: Samples
+    output_texts: Samples
+    sequences: Sequences
+    load_model: Callable[[], tuple[PreTrainedModel, frozenset[str]]]
+    stage: Stage = "erase"
+    placeholder: bool = False
+    progress: Progress = no_progress
+
+    @cached_property
+    def reachability(self) -> Reachability:
+        """Which tensors the program reads."""
+        return reachability(self.program)
+
+    @cached_property
+    def loaded(self) -> tuple[PreTrainedModel, frozenset[str]]:
+        """The source model in fp32, and the names in its files that no module claims."""
+        return self.load_model()
+
+    def release(self) -> None:
+        """Let go of the source model; it is loaded again when asked for."""
+        self.__dict__.pop("loaded", None)
+
+    @cached_property
+    def tied_copies(self) -> dict[str, str]:
+        """Tensor of the files -> the tensor it is tied to and whose bytes it repeats."""
+        return dict(duplicates(self.checkpoint))
+
+    @cached_property
+    def token_tables(self) -> tuple[str, ...]:
+        """Tensors of the files whose rows are token ids, without repeated copies of tied ones."""
+        rows = {alias for name in token_tables(self.program) for alias in self.program.aliases(name)}
+        names = (name for name in self.checkpoint.tensors if self.program.model_name(name) in rows)
+        return tuple(sorted(name for name in names if name not in self.tied_copies))
+
+    @property
+    def token_rows(self) -> int:
+        """Number of rows of the token tables; 0 where there are none."""
+        return next((self.checkpoint.tensors[name].shape[0] for name in self.token_tables), 0)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What a pass would do, and what it looked at and left."""
+
+    rewrites: tuple[Rewrite, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+
+
+class Pass(Protocol):
+    """A frozen dataclass with a kebab-case `name` whose fields are its options."""
+
+    @property
+    def name(self) -> str:
+        """Name in plans and on the command line."""
+
+    def propose(self, context: Context) -> Proposal:
+        """Decide; nothing is changed here."""

@@ -1,0 +1,312 @@
+"""The main job, stage by stage. This module alone knows every stage; each stage knows only earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from collapse.analysis.flops import Cost, cost
+from collapse.analysis.token_use import Samples
+from collapse.canonical import dumps
+from collapse.checkpoint import DTYPE_BITS, Checkpoint
+from collapse.corpus import Split, builtin_corpus, read_corpus, split
+from collapse.erase import MAX_SHARD_SIZE, write_checkpoint
+from collapse.errors import CheckpointError, CollapseError, OutputError, PlanError, RefutedError
+from collapse.manifest import versions, write_manifest
+from collapse.passes import PASSES, Context, Pass
+from collapse.plan import Narrow, Plan, Rewrite, Skipped, Stage
+from collapse.progress import Stopwatch
+from collapse.report import Report, build_report, render_markdown, write_picture
+from collapse.rewrite.graph import rewrite_program, rewrite_weights
+from collapse.schema import InputSchema, load_schema
+from collapse.sequences import Sequences, sequences
+from collapse.sources import resolve
+from collapse.staging import check_output, staged
+from collapse.trace import Program, load_config, quiet, trace
+from collapse.verdict import Verdict
+from collapse.verify import Settings, verify
+
+SAMPLES, SAMPLE_LENGTH = 8, 128  # held-out sequences that verification runs, and their longest part
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can choose about a run.
+
+    Attributes:
+        corpus: files of in-schema text; empty for the schema's built-in sample.
+        text_field: which field of JSON Lines holds the text.
+        stage: how far a dead module goes: `fuse`, `short-circuit` or `erase`.
+        placeholder: leave a 16-byte zero tensor under the name of every erased one of a dead module.
+        passes: names of the passes to run; all by default.
+        seed: of the split and of the samples.
+        max_shard_size: bytes of the largest weight file.
+        prompts, new_tokens: greedy continuations that verification compares.
+    """
+
+    corpus: tuple[Path, ...] = ()
+    text_field: str | None = None
+    stage: Stage = "erase"
+    placeholder: bool = False
+    passes: tuple[str, ...] = field(default_factory=lambda: tuple(p.name for p in PASSES))
+    seed: int = 0
+    max_shard_size: int = MAX_SHARD_SIZE
+    prompts: int = 8
+    new_tokens: int = 16
+
+
+def make_options(**given: Any) -> Options:
+    """Return options; those given as None keep their default. Raises `PlanError` for an unknown stage."""
+    options = Options(**{name: value for name, value in given.items() if value is not None})
+    stages = get_args(Stage)
+    if options.stage not in stages:
+        raise PlanError(f"unknown stage {options.stage!r}", fix=f"choose among {', '.join(stages)}")
+    chosen_passes(options.passes)
+    return options
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave: `output` is None for a dry run."""
+
+    plan: Plan
+    report: Report
+    output: Path | None
+
+
+def make_plan(
+    model: str | Path, schema: str | Path | dict[str, object] | InputSchema = "log", options: Options = Options(),
+    *, watch: Stopwatch | None = None,
+) -> Result:  # fmt: skip
+    """Decide what would go, and count what it saves; nothing is written.
+
+    Raises `CollapseError` for a model, schema or corpus that cannot be used.
+    """
+    watch = watch or Stopwatch(quiet=True)
+    context = prepare(model, load_schema(schema), options, watch)
+    plan = decide(context, chosen_passes(options.passes), watch)
+    before, after = _costs(context, rewrite_program(context.program, plan), plan, watch)
+    report = build_report(plan, before, after, None, source=context.checkpoint.label)
+    return Result(plan, report, None)
+
+
+def export(
+    model: str | Path,
+    output: str | Path,
+    schema: str | Path | dict[str, object] | InputSchema = "log",
+    options: Options = Options(),
+    *,
+    plan: Plan | None = None,
+    force: bool = False,
+    watch: Stopwatch | None = None,
+) -> Result:
+    """Collapse `model` under `schema` into the directory `output`, verify it, and publish it.
+
+    With a reviewed `plan` just that is applied, and its schema counts. Nothing is left under the name of
+    `output` unless verification succeeds.
+
+    Raises:
+        CollapseError: bad input; nothing is written.
+        RefutedError: the collapsed model does not do what the plan claims; the counterexample is saved beside
+            `output`.
+    """
+    watch = watch or Stopwatch(quiet=True)
+    target = Path(output)
+    wanted = load_schema(plan.input_schema if plan else schema)
+    checkpoint = _open(model, watch)
+    check_output(target.resolve(), force, checkpoint.root)
+    context = prepare(checkpoint, wanted, options, watch)
+    decided = checked(plan, context) if plan else decide(context, chosen_passes(options.passes), watch)
+    return _apply(context, decided, target, options, force, watch)
+
+
+def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Options, watch: Stopwatch) -> Context:
+    """Open the model, read the corpus, trace: everything that passes look at."""
+    checkpoint = model if isinstance(model, Checkpoint) else _open(model, watch)
+    config = load_config(checkpoint)
+    with watch.stage("read corpus"):
+        parts = _split(schema, options)
+        output = _output_texts(schema, options)
+        drawn = sequences(checkpoint, schema, parts, options.seed)
+    with watch.stage("trace"):
+        program = trace(config)
+    texts = Samples(parts.calibration, parts.held_out) if parts else Samples()
+    return Context(
+        checkpoint=checkpoint,
+        config=config,
+        schema=schema,
+        program=program,
+        texts=texts,
+        output_texts=output,
+        sequences=drawn,
+        load_model=lambda: load_source(checkpoint, watch),
+        stage=options.stage,
+        placeholder=options.placeholder,
+        progress=watch.advance,
+    )
+
+
+def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:
+    """Ask every pass, in order, and put what they propose into a plan."""
+    rewrites: list[Rewrite] = []
+    skipped: list[Skipped] = []
+    for one in passes:
+        with watch.stage(f"pass {one.name}"):
+            proposal = one.propose(context)
+        rewrites.extend(proposal.rewrites)
+        skipped.extend(proposal.skipped)
+    return Plan(
+        source=context.checkpoint.digest,
+        model_type=context.checkpoint.model_type,
+        schema=context.schema.to_json(),
+        schema_digest=context.schema.digest,
+        stage=context.stage,
+        rewrites=tuple(rewrites),
+        skipped=tuple(skipped),
+        created_by=versions(),
+    )
+
+
+def checked(plan: Plan, context: Context) -> Plan:
+    """Return the plan if it was made for this very source; raises `PlanError` otherwise."""
+    found = context.checkpoint.digest
+    if plan.source != found:
+        reason = f"was made for a source with digest {plan.source[:12]}, this one has {found[:12]}"
+        raise PlanError(f"the plan {reason}", where=context.checkpoint.label, fix="make a new one with `collapse plan`")
+    return plan
+
+
+def chosen_passes(names: Sequence[str]) -> tuple[Pass, ...]:
+    """Return the passes called `names`, in the registry's order; raises `PlanError` for an unknown one."""
+    known = [one.name for one in PASSES]
+    for name in names:
+        if name not in known:
+            raise PlanError(f"unknown pass {name!r}", fix=f"choose among {', '.join(known)}")
+    return tuple(one for one in PASSES if one.name in names)
+
+
+def load_source(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[PreTrainedModel, frozenset[str]]:
+    """Load the source in fp32; return it and the names in its files that no module claims."""
+    with watch.stage("load model"), quiet():
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.root), dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
+        except Exception as error:  # transformers raises many kinds for files that do not fit
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            raise CheckpointError(f"cannot be loaded ({reason})", where=checkpoint.label) from None
+    watch.measure_forward(model)
+    return model.eval(), frozenset(report["unexpected_keys"])
+
+
+def _open(model: str | Path, watch: Stopwatch) -> Checkpoint:
+    with watch.stage("open model"):
+        return resolve(str(model))
+
+
+def _split(schema: InputSchema, options: Options) -> Split | None:
+    """Return the corpus in two parts, or None for a schema that is about token ids only."""
+    if options.corpus:
+        return split(read_corpus(options.corpus, schema, options.text_field), options.seed)
+    return None if schema.tokens is not None else split(builtin_corpus(schema), options.seed)
+
+
+def _output_texts(schema: InputSchema, options: Options) -> Samples:
+    if not schema.output.corpus:
+        return Samples()
+    outputs = InputSchema(type=schema.type)
+    parts = split(read_corpus([Path(name) for name in schema.output.corpus], outputs, options.text_field), options.seed)
+    return Samples(parts.calibration, parts.held_out)
+
+
+def _apply(context: Context, plan: Plan, target: Path, options: Options, force: bool, watch: Stopwatch) -> Result:
+    rewritten = rewrite_program(context.program, plan)
+    before, after = _costs(context, rewritten, plan, watch)
+    with staged(target, force, context.checkpoint.root) as staging:
+        with watch.stage("write"):
+            known = dict(
+                write_checkpoint(context.checkpoint, plan, staging.folder, max_shard_size=options.max_shard_size)
+            )
+            write_manifest(staging.folder, context.checkpoint, plan, known)
+        verdict = _verify(context, plan, staging.folder, rewritten, options, watch)
+        if verdict.status != "verified":
+            raise refuted(verdict, target)
+        with watch.stage("report"):
+            report = build_report(plan, before, after, verdict, source=context.checkpoint.label)
+            report.save(staging.folder / "report.json")
+            (staging.folder / "REPORT.md").write_text(render_markdown(report), encoding="utf-8")
+            write_picture(staging.folder / "graph.svg", context.program, rewritten, before, after, plan)
+            write_manifest(staging.folder, context.checkpoint, plan, known)
+        staging.publish()
+    return Result(plan, report, target)
+
+
+def _verify(
+    context: Context, plan: Plan, folder: Path, rewritten: Program, options: Options, watch: Stopwatch
+) -> Verdict:
+    context.release()  # the verifier loads one model at a time
+
+    def reference() -> tuple[Program, dict[str, torch.Tensor]]:
+        model, _ = load_source(context.checkpoint, watch)
+        weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        return rewritten, rewrite_weights(context.program, weights, plan)
+
+    settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens)
+    samples = inside(context.sequences, plan, max(SAMPLES, options.prompts))
+    with watch.stage("verify"):
+        return verify(folder, context.checkpoint, samples=samples, program=reference, plan=plan, settings=settings)
+
+
+def inside(drawn: Sequences, plan: Plan, count: int) -> list[list[int]]:
+    """Return the longest stretch of every held-out sequence whose tokens the plan keeps, `count` of the longest."""
+    narrow = next((rewrite for rewrite in plan.of_kind(Narrow) if rewrite.relabels == "tokens"), None)
+    kept = None if narrow is None else frozenset(narrow.kept)
+    stretches = [longest_run(ids, kept)[:SAMPLE_LENGTH] for ids in drawn.held_out]
+    return sorted((run for run in stretches if run), key=len, reverse=True)[:count]
+
+
+def longest_run(ids: Sequence[int], kept: frozenset[int] | None) -> list[int]:
+    """Return the longest contiguous part of `ids` within `kept`; all of it where `kept` is None."""
+    best: list[int] = []
+    current: list[int] = []
+    for token in ids:
+        current = [*current, token] if kept is None or token in kept else []
+        best = max(best, current, key=len)
+    return best
+
+
+def refuted(verdict: Verdict, target: Path) -> CollapseError:
+    """Save the counterexample beside the output that is not published, and return the error to raise."""
+    path = target.parent / f"{target.name}.refuted.json"
+    path.write_text(dumps(verdict.model_dump(mode="json")), encoding="utf-8")
+    first = next((c for c in verdict.checks if not c.passed), None)
+    reason = f"verification says {verdict.status}" + (f": {first.name}: {first.detail}" if first else "")
+    kind = RefutedError if verdict.status == "refuted" else OutputError
+    return kind(reason, where=str(target), fix=f"nothing was published; see {path.name}")
+
+
+def _costs(context: Context, rewritten: Program, plan: Plan, watch: Stopwatch) -> tuple[Cost, Cost]:
+    """Count source and result with the same counter, at the schema's workload."""
+    sizes = element_bytes(context.checkpoint, context.program)
+    prompt = context.schema.workload.prompt
+    with watch.stage("count FLOPs"):
+        return (
+            cost(context.program, prompt=prompt, element_bytes=sizes),
+            cost(rewritten, prompt=prompt, element_bytes=sizes),
+        )
+
+
+def element_bytes(checkpoint: Checkpoint, program: Program) -> dict[str, float]:
+    """Return the bytes of an element of every tensor of the model, tied names included, as the files have it."""
+    sizes: dict[str, float] = {}
+    for name, info in checkpoint.tensors.items():
+        model_name = program.model_name(name)
+        if model_name is not None:
+            sizes.update((alias, DTYPE_BITS[info.dtype] / 8) for alias in program.aliases(model_name))
+    usual = max(sizes.values(), default=4.0)
+    return {name: sizes.get(name, usual) for name in program.shapes}

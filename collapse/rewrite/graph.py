@@ -1,0 +1,195 @@
+"""What a plan does to a traced graph: short-circuit sites, drop rows, and erase what nothing reads any more."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from collapse.analysis.reachability import remove_dead_nodes
+from collapse.errors import PlanError
+from collapse.plan import Narrow, Plan, ShortCircuit
+from collapse.trace import Program
+
+aten = torch.ops.aten
+
+
+def rewrite_program(program: Program, plan: Plan) -> Program:
+    """Return the collapsed program; the given one is left as it is.
+
+    Raises `PlanError` for a site that the graph does not have, or that cannot be cut out.
+    """
+    graph = copy_graph(program.graph)
+    for rewrite in plan.of_kind(ShortCircuit):
+        if rewrite.stage != "fuse":
+            short_circuit(graph.graph, rewrite)
+    shapes = dict(program.shapes)
+    for rewrite in plan.of_kind(Narrow):
+        _narrow_placeholders(graph.graph, program, rewrite, shapes)
+    remove_dead_nodes(graph.graph, keep={item.placeholder for item in program.inputs if item.role == "input"})
+    graph.recompile()
+    return program.with_graph(graph, shapes=shapes)
+
+
+def rewrite_weights(program: Program, weights: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+    """Return what the collapsed program reads: `weights` with the rows that the plan keeps.
+
+    Tensors that no rewrite narrows are shared with `weights`, not copied.
+    """
+    result = dict(weights)
+    for rewrite in plan.of_kind(Narrow):
+        kept = torch.tensor(list(rewrite.kept))
+        sliced: dict[int, torch.Tensor] = {}
+        for name, dim in _narrowed(program, rewrite):
+            source = result[name]
+            if id(source) not in sliced:
+                sliced[id(source)] = source.index_select(dim, kept)
+            result[name] = sliced[id(source)]
+    return result
+
+
+def _narrowed(program: Program, rewrite: Narrow) -> list[tuple[str, int]]:
+    """Return (state-dict name, dimension) of everything that the rewrite narrows, tied names included."""
+    found: dict[str, int] = {}
+    for axis in rewrite.axes:
+        name = program.model_name(axis.tensor)
+        if name is None:
+            raise PlanError("the model has no such tensor", where=axis.tensor)
+        found.update((alias, axis.dim) for alias in program.aliases(name))
+    return sorted(found.items())
+
+
+def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy whose nodes can be edited without touching `module`; node metadata is shared."""
+    graph = fx.Graph()
+    results = graph.graph_copy(module.graph, val_map={})
+    graph.output(results)
+    return fx.GraphModule(module, graph)
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the path of the innermost module that the node was traced in; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def is_inside(node: fx.Node, site: str) -> bool:
+    """Whether the node was traced within the module `site` or one of its children."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return any(str(path) == site for path, _ in stack.values())
+
+
+def exits(graph: fx.Graph, site: str) -> list[fx.Node]:
+    """Return the nodes of module `site` whose value is used outside it, in order."""
+    inside = {node for node in graph.nodes if node.op == "call_function" and is_inside(node, site)}
+    return [node for node in graph.nodes if node in inside and any(user not in inside for user in node.users)]
+
+
+def short_circuit(graph: fx.Graph, rewrite: ShortCircuit) -> None:
+    """Replace the one tensor that leaves `rewrite.site` by zero, by the module's input, or by a constant."""
+    leaving = exits(graph, rewrite.site)
+    if len(leaving) != 1:
+        found = "is not in the graph" if not leaving else f"gives {len(leaving)} values, not one"
+        raise PlanError(f"the module {found}", where=rewrite.site, fix="trace the model and look at its modules")
+    node = leaving[0]
+    if rewrite.by == "identity":
+        node.replace_all_uses_with(_entry(graph, rewrite.site, node))
+        return
+    if rewrite.by == "zero":
+        _skip_additions(node)
+    if node.users:
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(_constant(graph, node, rewrite))
+
+
+def _entry(graph: fx.Graph, site: str, leaving: fx.Node) -> fx.Node:
+    """Return the value that enters the module and has the shape of the one that leaves it."""
+    entering: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and is_inside(node, site):
+            entering.update((source, None) for source in node.all_input_nodes if not is_inside(source, site))
+    shape = leaving.meta["val"].shape
+    same = [n for n in entering if n.op != "placeholder" and getattr(n.meta.get("val"), "shape", None) == shape]
+    if not same:
+        raise PlanError("no input of the module has the shape of its output", where=site)
+    return same[0]
+
+
+def _skip_additions(node: fx.Node) -> None:
+    """Turn `x + 0` into `x`, where the sum has the shape and dtype of `x`."""
+    for user in list(node.users):
+        if user.target is not aten.add.Tensor or user.kwargs.get("alpha", 1) != 1 or len(user.all_input_nodes) != 2:
+            continue
+        other = next(argument for argument in user.all_input_nodes if argument is not node)
+        left, right = other.meta["val"], user.meta["val"]
+        if left.shape == right.shape and left.dtype == right.dtype:
+            user.replace_all_uses_with(other)
+
+
+def _constant(graph: fx.Graph, node: fx.Node, rewrite: ShortCircuit) -> fx.Node:
+    """Build a tensor of the node's shape filled with zero or the constant, from sizes that enter the graph."""
+    value = node.meta["val"]
+    sizes = [_size(graph, size) for size in value.shape]
+    options = {"dtype": value.dtype, "device": torch.device("cpu")}
+    if rewrite.by == "zero" or rewrite.constant is None:
+        filled = graph.call_function(aten.full.default, (sizes, 0.0), options)
+    else:
+        row = graph.call_function(torch.tensor, (list(rewrite.constant),), options)
+        tail = sizes[2:]
+        filled = graph.call_function(
+            aten.expand.default, (graph.call_function(aten.reshape.default, (row, tail)), sizes)
+        )
+    filled.meta["val"] = value
+    return filled
+
+
+def _size(graph: fx.Graph, size: int | torch.SymInt) -> Any:
+    """Return a node that computes a symbolic size from the sizes of the graph's inputs."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return _expression(graph, size.node.expr)
+
+
+def _expression(graph: fx.Graph, expression: sympy.Expr) -> Any:
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return _symbol(graph, expression)
+    combine = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(expression.func)
+    if combine is None:
+        raise PlanError(f"a size of the form {expression} cannot be rebuilt")
+    total = _expression(graph, expression.args[0])
+    for argument in expression.args[1:]:
+        part = _expression(graph, argument)
+        both_known = isinstance(total, int) and isinstance(part, int)
+        total = combine(total, part) if both_known else graph.call_function(combine, (total, part))
+    return total
+
+
+def _symbol(graph: fx.Graph, symbol: sympy.Symbol) -> fx.Node:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(value, torch.Tensor):
+            continue
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
+                return graph.call_function(aten.sym_size.int, (node, dim))
+    raise PlanError(f"no input of the graph has the size {symbol}")
+
+
+def _narrow_placeholders(
+    graph: fx.Graph, program: Program, rewrite: Narrow, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Give the narrowed tensors their new shape; the operators that read them take any number of rows."""
+    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    for name, dim in _narrowed(program, rewrite):
+        shape = list(shapes[name])
+        shape[dim] = len(rewrite.kept)
+        shapes[name] = tuple(shape)
+        node = by_name.get(program.parameters.get(name, ""))
+        if node is not None:
+            node.meta = {**node.meta, "val": node.meta["val"].new_empty(shape)}

@@ -1,0 +1,90 @@
+"""In-schema token sequences: what the model is run on, to choose and to check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from collapse.canonical import digest
+from collapse.checkpoint import Checkpoint
+from collapse.corpus import Split, sample_tokens
+from collapse.errors import UnsupportedError
+from collapse.schema import InputSchema
+
+CALIBRATION, HELD_OUT = 24, 64
+LENGTH = 256
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Source token ids. Calibration sequences choose; held-out ones only judge what was chosen."""
+
+    calibration: tuple[Ids, ...]
+    held_out: tuple[Ids, ...]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of either side."""
+        return {"calibration": digest(self.calibration), "held_out": digest(self.held_out)}
+
+
+def context_length(config: dict[str, Any]) -> int | None:
+    """Return how many tokens the model takes by its config.json, or None where it does not say."""
+    text = config.get("text_config") or config
+    lengths = [text[name] for name in CONTEXT_FIELDS if isinstance(text.get(name), int)]
+    return min(lengths) if lengths else None
+
+
+def sequence_length(checkpoint: Checkpoint, schema: InputSchema) -> int:
+    """Return the length of the sequences to run: the least of schema bound, model context and `LENGTH`."""
+    bounds = [schema.max_tokens, context_length(dict(checkpoint.config)), LENGTH]
+    return min(bound for bound in bounds if bound is not None)
+
+
+def encoder(checkpoint: Checkpoint) -> Callable[[str], Ids]:
+    """Return the tokenizer as a function, special tokens added as its post-processor has it."""
+    path = checkpoint.root / "tokenizer.json"
+    if not path.is_file():
+        raise UnsupportedError(
+            "the model has no tokenizer.json, so text cannot be turned into tokens",
+            where=checkpoint.label,
+            fix='name the ids, as in --schema \'{"type": "text", "tokens": [0, 1]}\'',
+        )
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return lambda text: tuple(tokenizer.encode(text).ids)
+
+
+def sequences(checkpoint: Checkpoint, schema: InputSchema, split: Split | None, seed: int = 0) -> Sequences:
+    """Return sequences of the corpus split, or of the schema's own ids where there is no corpus.
+
+    Blocks are taken evenly over each side and cut to `sequence_length`.
+    """
+    length = sequence_length(checkpoint, schema)
+    if split is None:
+        drawn = sample_tokens(schema, seed, CALIBRATION + HELD_OUT, length)
+        ids = [tuple(sequence) for sequence in drawn]
+        return Sequences(tuple(ids[:CALIBRATION]), tuple(ids[CALIBRATION:]))
+    encode = encoder(checkpoint)
+    return Sequences(
+        _cut(evenly(split.calibration, CALIBRATION), encode, length),
+        _cut(evenly(split.held_out, HELD_OUT), encode, length),
+    )
+
+
+def evenly(items: Sequence[str], count: int) -> list[str]:
+    """Return at most `count` items, spread evenly over the sequence."""
+    if len(items) <= count:
+        return list(items)
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def _cut(texts: Iterable[str], encode: Callable[[str], Ids], length: int) -> tuple[Ids, ...]:
+    return tuple(ids for text in texts if (ids := encode(text)[:length]))

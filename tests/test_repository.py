@@ -1,0 +1,262 @@
+"""The repository keeps its promises: commands exist, versions are pinned, gates bite, nothing private is tracked."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CARD = ("torch", "torch.fx", "torch.export", "transformers", "safetensors", "graphviz", "thop", "pytest")
+PRIVATE = (
+    (re.compile(r"(?<![\w.~/-])/(?:home|Users)/[A-Za-z]"), "somebody's home directory"),
+    (
+        re.compile(r"py[p]i\.org|python[h]osted\.org|download\.py[t]orch\.org|--(?:extra-)?index-url"),
+        "a package registry",
+    ),
+)
+
+
+def tracked_files() -> list[Path]:
+    """Return the files under version control, or skip where the checkout has no git."""
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.decode().split("\0") if name and (ROOT / name).is_file()]
+
+
+def leaks(text: str) -> list[str]:
+    """Return what `text` gives away: private paths, this checkout's path, registry hosts."""
+    found = [f"{what}: {match.group()}" for pattern, what in PRIVATE if (match := pattern.search(text))]
+    own = (str(ROOT), str(Path.home()))
+    return found + [f"a path of this machine: {path}" for path in own if path.count("/") > 1 and path in text]
+
+
+def requirements(*groups: str) -> list[Requirement]:
+    """Return the requirements of the project itself, of the given extras, and of its build."""
+    project = PROJECT["project"]
+    lines = [*project["dependencies"], *PROJECT["build-system"]["requires"]]
+    lines += [line for group in groups for line in project["optional-dependencies"][group]]
+    return [Requirement(line) for line in lines]
+
+
+def pins(text: str) -> dict[str, str]:
+    """Return canonical package name -> exact version; fails on a line that is no exact pin."""
+    found: dict[str, str] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"([\w.-]+)==([\w.]+)", line)
+            assert match, f"no exact pin without local suffix: {line}"
+            found[canonicalize_name(match[1])] = match[2]
+    return found
+
+
+def closure(wanted: list[Requirement]) -> set[str]:
+    """Return canonical names of the requirements and of everything that they need on this machine."""
+    names: set[str] = set()
+    queue = [(requirement, extra) for requirement in wanted for extra in ("", *requirement.extras)]
+    while queue:
+        requirement, extra = queue.pop()
+        name = canonicalize_name(requirement.name)
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if name in names:
+            continue
+        names.add(name)
+        below = [Requirement(line) for line in metadata.distribution(name).requires or ()]
+        queue += [(child, inner) for child in below for inner in ("", *requirement.extras)]
+    return names
+
+
+CONSTRAINTS = pins((ROOT / "constraints.txt").read_text())
+
+
+def test_every_declared_dependency_is_pinned_within_its_range() -> None:
+    for requirement in requirements("dev"):
+        version = CONSTRAINTS.get(canonicalize_name(requirement.name))
+        assert version, f"{requirement.name} is not in constraints.txt"
+        assert requirement.specifier.contains(Version(version)), f"{requirement} excludes the pinned {version}"
+
+
+def test_everything_that_dependencies_need_is_pinned() -> None:
+    accelerators = ("nvidia-", "cuda-", "triton")  # torch itself pins these, where its build has them at all
+    missing = sorted(name for name in closure(requirements("dev")) - set(CONSTRAINTS) if name != "pip")
+    assert [name for name in missing if not name.startswith(accelerators)] == []
+
+
+@pytest.mark.parametrize("line", ["torch>=2", "torch==2.13.0+cpu", "torch", "-r other.txt", "torch==2.*"])
+def test_a_loose_pin_is_found(line: str) -> None:
+    with pytest.raises(AssertionError, match="no exact pin"):
+        pins(line)
+
+
+@cache
+def imported_modules(*folders: str) -> set[str]:
+    """Return every module that the files in `folders` import, with all its parents."""
+    found: set[str] = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            for name in names:
+                parts = name.split(".")
+                found.update(".".join(parts[:length]) for length in range(1, len(parts) + 1))
+    return found
+
+
+@pytest.mark.parametrize("package", CARD)
+def test_every_package_of_the_card_is_used(package: str) -> None:
+    assert package in imported_modules("collapse", "tests")
+
+
+def test_no_tracked_file_gives_anything_away() -> None:
+    problems: list[str] = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        problems += [f"{path.relative_to(ROOT)}: {leak}" for leak in leaks(text)]
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see /" + "home/ann/model",
+        "open('/" + "Users/ann/model')",
+        "pip install --" + "index-url https://example.invalid",
+        "https://py" + "pi.org/simple",
+        f"built in {ROOT}/out",
+    ],
+)
+def test_a_planted_leak_is_found(text: str) -> None:
+    assert leaks(text) != []
+
+
+@pytest.mark.parametrize(
+    "text", ["GET /home HTTP/1.1", "~/.cache/collapse", "api.example.com/home/page", "a pip index"]
+)
+def test_plain_text_is_no_leak(text: str) -> None:
+    assert leaks(text) == []
+
+
+def commands(text: str) -> list[str]:
+    """Return the command lines in the bash blocks of a Markdown text, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line.partition("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def subcommands(text: str) -> set[str]:
+    """Return the words that follow `collapse` in the command lines of a Markdown text."""
+    return {line.split()[1] for line in commands(text) if line.startswith("collapse ")}
+
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/ci.md", "docs/schema.md")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_scripts_and_links_in_documents_exist(name: str) -> None:
+    text = (ROOT / name).read_text()
+    for script in re.findall(r"(?<![\w/])scripts/\w+", text):
+        assert (ROOT / script).is_file(), script
+        assert os.access(ROOT / script, os.X_OK), f"{script} is not executable"
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert ((ROOT / name).parent / target).exists(), f"{name} links to {target}"
+
+
+@pytest.mark.skipif(find_spec("collapse.cli") is None, reason="the command line is not part of this checkout")
+def test_documented_subcommands_exist() -> None:
+    helped = subprocess.run([sys.executable, "-m", "collapse", "-h"], capture_output=True, text=True, cwd=ROOT)
+    assert helped.returncode == 0, helped.stderr
+    wanted = set().union(*(subcommands((ROOT / name).read_text()) for name in DOCUMENTS))
+    assert {"export", "plan", "verify", "probe", "report", "flops"} <= wanted
+    assert {name for name in wanted if not re.search(rf"\b{name}\b", helped.stdout)} == set()
+
+
+def test_subcommands_are_read_from_the_blocks() -> None:
+    text = (
+        "collapse nothing\n```bash\ncollapse plan M  # collapse more\nscripts/demo\n```\n```bash\ncollapse export\n```"
+    )
+    assert subcommands(text) == {"plan", "export"}
+
+
+def test_the_changelog_knows_this_version() -> None:
+    assert f"## {PROJECT['project']['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("script", ["setup", "test", "demo", "bench", "readme_table"])
+def test_scripts_stop_at_the_first_error_and_parse(script: str) -> None:
+    path = ROOT / "scripts" / script
+    assert "\nset -euo pipefail\n" in path.read_text()
+    assert subprocess.run(["bash", "-n", path], capture_output=True).returncode == 0
+
+
+def test_setup_without_a_python_is_one_clear_line(tmp_path: Path) -> None:
+    for folder in ("scripts", "bin"):
+        (tmp_path / folder).mkdir()
+    for name in ("scripts/setup", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for tool in ("bash", "dirname", "cat", "cksum"):
+        found = subprocess.run(["bash", "-c", f"command -v {tool}"], capture_output=True, text=True).stdout.strip()
+        (tmp_path / "bin" / tool).symlink_to(found)
+    environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
+    result = subprocess.run(
+        [tmp_path / "bin" / "bash", tmp_path / "scripts" / "setup"], capture_output=True, text=True, env=environment
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("scripts/setup: needs Python 3.11 or newer")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / ".venv").exists()
+
+
+def gate(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("planted", "rule"),
+    [
+        ('"""Docs."""\n\nimport os\n', "F401"),
+        ("def f(): return 1\n", "D1"),
+        ('"""Docs."""\n\nimport os.path\n\nX = os.path.join("a", "b")\n', "PTH"),
+    ],
+)
+def test_the_lint_gate_bites(tmp_path: Path, planted: str, rule: str) -> None:
+    (tmp_path / "planted.py").write_text(planted)
+    result = gate("ruff", "check", "--config", "pyproject.toml", "--no-cache", str(tmp_path))
+    assert result.returncode == 1
+    assert rule in result.stdout
+
+
+def test_the_format_gate_bites(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text("x = {  'a':1 }\n")
+    arguments = ("ruff", "format", "--check", "--config", "pyproject.toml", "--no-cache", str(tmp_path))
+    assert gate(*arguments).returncode == 1
+
+
+def test_the_type_gate_bites(tmp_path: Path) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text("def f(x):\n    return x\n\n\ndef g() -> int:\n    return 'one'\n")
+    result = gate("mypy", "--config-file", "pyproject.toml", str(path))
+    assert result.returncode == 1
+    assert "no-untyped-def" in result.stdout
+    assert "return-value" in result.stdout

@@ -1,0 +1,86 @@
+"""One program for prefill, chunked prefill and decode: bit-equal to eager transformers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from collapse.checkpoint import Checkpoint
+from collapse.errors import UnsupportedError
+from collapse.trace import Program, cache_argument, load_config, size_of, trace
+from tests.architectures import save_tiny, tiny_config, tiny_model, weights_of
+
+KINDS = ("llama", "gpt2", "opt", "gemma3_text")
+
+
+@cache
+def program_of(kind: str) -> Program:
+    return trace(tiny_config(kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_and_decode_are_bit_equal_to_eager(kind):
+    model, program = tiny_model(kind), program_of(kind)
+    weights = weights_of(model)
+    ids = torch.randint(3, 48, (3, 13), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    with torch.no_grad():
+        whole = model(input_ids=ids, attention_mask=mask).logits
+        first = model(input_ids=ids[:, :9], attention_mask=mask[:, :9], use_cache=True)
+        held = getattr(first, cache_argument(model) or "", None) or first.past_key_values
+        rest = model(input_ids=ids[:, 9:], attention_mask=mask, **{cache_argument(model): held}).logits
+    assert torch.equal(program.run(weights, ids, mask)[0], whole)
+    logits, grown = program.run(weights, ids[:, :9], mask[:, :9])
+    assert torch.equal(logits, first.logits)
+    assert torch.equal(program.run(weights, ids[:, 9:], mask, grown)[0], rest)
+
+
+def test_left_padding_is_bit_equal_to_eager():
+    model, program = tiny_model("llama"), program_of("llama")
+    ids = torch.randint(3, 48, (2, 7), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask).logits
+    found = program.run(weights_of(model), ids, mask)[0]
+    assert torch.equal(found[mask.bool()], expected[mask.bool()])
+
+
+def test_symbols_evaluate_to_the_sizes_of_a_call():
+    program = program_of("llama")
+    bound = program.bindings(batch=5, new=7, past=11)
+    logits = next(iter(reversed(program.graph.graph.nodes))).args[0][0]
+    assert [size_of(size, bound) for size in logits.meta["val"].shape] == [5, 7, 48]
+    assert program.cache[0].shape == ("batch", 2, "past", 4)
+
+
+def test_tied_names_form_a_group_and_untied_ones_do_not():
+    assert program_of("llama").tied == (("lm_head.weight", "model.embed_tokens.weight"),)
+    assert trace(tiny_config("llama", tie_word_embeddings=False), dynamic=False).tied == ()
+
+
+def test_a_static_program_without_past_equals_eager():
+    model = tiny_model("llama")
+    program = trace(model.config, dynamic=False, batch=1, new=6, past=0)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    assert torch.equal(program.run(weights_of(model), ids, torch.ones_like(ids))[0], expected)
+
+
+def test_an_encoder_is_refused_by_name(tmp_path):
+    from transformers import T5Config
+
+    T5Config(d_model=8, num_layers=1, num_heads=1, d_ff=8, vocab_size=16).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    with pytest.raises(UnsupportedError, match="t5"):
+        trace(load_config(Checkpoint.open(tmp_path)))
+
+
+def test_names_of_a_base_model_file_are_found(tmp_path):
+    program = program_of("gpt2")
+    assert program.model_name("wte.weight") == "transformer.wte.weight"
+    assert program.model_name("nonsense.weight") is None
+    assert Checkpoint.open(save_tiny("gpt2", tmp_path)).model_type == "gpt2"
