@@ -90,14 +90,14 @@ def positions(count: int, tensor: str = "transformer.wpe.weight") -> Narrow:
 def samples(kept: Iterable[int], *lengths: int) -> list[list[int]]:
     """Return one sequence of each length over `kept`."""
     ids = list(kept)
-    return [[ids[(7 * place + 3 * row + place * place) % len(ids)] for place in range(n)] for row, n in enumerate(lengths)]
+    return [
+        [ids[(7 * place + 3 * row + place * place) % len(ids)] for place in range(n)] for row, n in enumerate(lengths)
+    ]
 
 
 def state(checkpoint: Checkpoint) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Return dtype, shape and bytes of every tensor."""
-    return {
-        name: (info.dtype, info.shape, checkpoint.read_bytes(name)) for name, info in checkpoint.tensors.items()
-    }
+    return {name: (info.dtype, info.shape, checkpoint.read_bytes(name)) for name, info in checkpoint.tensors.items()}
 
 
 def listing(folder: Path) -> dict[str, bytes]:
