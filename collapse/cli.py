@@ -43,6 +43,7 @@ Corpus = Annotated[
 Field = Annotated[str | None, typer.Option("--field", help="The field of .jsonl records that holds the text.")]
 Stage = Annotated[str, typer.Option("--stage", help="How far a dead module goes: fuse, short-circuit or erase.")]
 Placeholder = Annotated[bool, typer.Option("--placeholder", help="Leave 16 zero bytes under each erased name.")]
+Threshold = Annotated[float | None, typer.Option("--threshold", help="Nats; overrides the fitted one of --stage fuse.")]
 Passes = Annotated[list[str] | None, typer.Option("--pass", help="Run only this pass; may be repeated.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the split and of the samples.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
@@ -62,6 +63,7 @@ def export(
     field: Field = None,
     stage: Stage = "erase",
     placeholder: Placeholder = False,
+    threshold: Threshold = None,
     passes: Passes = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Apply exactly this reviewed plan.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier output of collapse.")] = False,
@@ -77,7 +79,7 @@ def export(
     from collapse.plan import Plan
 
     reviewed = Plan.load(plan) if plan else None
-    options = _options(corpus, field, stage, placeholder, passes, seed, max_shard_size, prompts)
+    options = _options(corpus, field, stage, placeholder, threshold, passes, seed, max_shard_size, prompts)
     watch = _watch(quiet)
     result = run(
         model, output or _default_output(model, schema), schema, options, plan=reviewed, force=force, watch=watch
@@ -98,6 +100,7 @@ def make(
     field: Field = None,
     stage: Stage = "erase",
     placeholder: Placeholder = False,
+    threshold: Threshold = None,
     passes: Passes = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, for review.")] = None,
     seed: Seed = 0,
@@ -108,7 +111,7 @@ def make(
     from collapse.pipeline import make_plan
 
     watch = _watch(quiet)
-    result = make_plan(model, schema, _options(corpus, field, stage, placeholder, passes, seed), watch=watch)
+    result = make_plan(model, schema, _options(corpus, field, stage, placeholder, threshold, passes, seed), watch=watch)
     if output:
         result.plan.save(output)
     _tell(result, watch, as_json, quiet)
@@ -119,6 +122,7 @@ def _options(
     field: str | None,
     stage: str,
     placeholder: bool,
+    threshold: float | None,
     passes: list[str] | None,
     seed: int,
     max_shard_size: int | None = None,
@@ -131,6 +135,7 @@ def _options(
         text_field=field,
         stage=stage,
         placeholder=placeholder,
+        threshold=threshold,
         passes=tuple(passes) if passes else None,
         seed=seed,
         max_shard_size=max_shard_size,
@@ -152,13 +157,17 @@ def _default_output(model: str, schema: str) -> Path:
 
 def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
     from collapse.canonical import dumps
-    from collapse.report import render_terminal
+    from collapse.report.markdown import summary_table
 
     watch.finish()
     if as_json:
         typer.echo(dumps(result.report.to_json()), nl=False)
     elif not quiet:
-        typer.echo(render_terminal(result.report), nl=False)
+        typer.echo(summary_table(result.report))
+        for item in result.report.rewrites:
+            typer.echo(f"{item.grade}: {item.pass_name} {item.kind} {item.site}: {item.evidence.claim}")
+        for note in result.report.notes:
+            typer.echo(note)
     if result.output and not as_json:
         typer.echo(f"Report: {result.output / 'REPORT.md'}")
 
@@ -185,7 +194,7 @@ def main() -> None:
 def _other(error: Exception) -> None:
     """Usage errors can show themselves; anything but those and the system's is our bug, and is shown whole."""
     if isinstance(error, USAGE_ERROR):
-        error.show()
+        error.show()  # type: ignore[attr-defined]
         sys.exit(2)
     if isinstance(error, OSError):
         _fail(f"{error.filename or 'a file'}: {error.strerror or error}", 2)

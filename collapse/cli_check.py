@@ -35,7 +35,7 @@ Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a 
 Pattern = Annotated[str, typer.Option("--site", metavar="PATTERN", help="Glob on module paths or tensor names.")]
 
 
-def verify(  # noqa: PLR0913, PLR0917 (one argument an option)
+def verify(
     out: Out,
     source: Source = None,
     plan: PlanFile = None,

@@ -19,10 +19,14 @@ from collapse.erase import MAX_SHARD_SIZE, write_checkpoint
 from collapse.errors import CheckpointError, CollapseError, OutputError, PlanError, RefutedError
 from collapse.manifest import versions, write_manifest
 from collapse.passes import PASSES, Context, Pass
-from collapse.plan import Narrow, Plan, Rewrite, Skipped, Stage
+from collapse.plan import Plan, Rewrite, Skipped, Stage
 from collapse.progress import Stopwatch
-from collapse.report import Report, build_report, render_markdown, write_picture
+from collapse.report.data import Report, build_report
+from collapse.report.graph import report_graph
+from collapse.report.markdown import to_markdown
+from collapse.report.render import render
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
+from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import Sequences, sequences
 from collapse.sources import resolve
@@ -42,6 +46,7 @@ class Options:
         corpus: files of in-schema text; empty for the schema's built-in sample.
         text_field: which field of JSON Lines holds the text.
         stage: how far a dead module goes: `fuse`, `short-circuit` or `erase`.
+        threshold: of the run-time detector of `fuse`, nats; by default fitted to the corpus.
         placeholder: leave a 16-byte zero tensor under the name of every erased one of a dead module.
         passes: names of the passes to run; all by default.
         seed: of the split and of the samples.
@@ -53,6 +58,7 @@ class Options:
     text_field: str | None = None
     stage: Stage = "erase"
     placeholder: bool = False
+    threshold: float | None = None
     passes: tuple[str, ...] = field(default_factory=lambda: tuple(p.name for p in PASSES))
     seed: int = 0
     max_shard_size: int = MAX_SHARD_SIZE
@@ -91,8 +97,7 @@ def make_plan(
     context = prepare(model, load_schema(schema), options, watch)
     plan = decide(context, chosen_passes(options.passes), watch)
     before, after = _costs(context, rewrite_program(context.program, plan), plan, watch)
-    report = build_report(plan, before, after, None, source=context.checkpoint.label)
-    return Result(plan, report, None)
+    return Result(plan, _report(context, plan, before, after, None), None)
 
 
 def export(
@@ -145,6 +150,8 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         output_texts=output,
         sequences=drawn,
         load_model=lambda: load_source(checkpoint, watch),
+        load_contrast=lambda: contrast(checkpoint, options.seed),
+        threshold=options.threshold,
         stage=options.stage,
         placeholder=options.placeholder,
         progress=watch.advance,
@@ -163,7 +170,7 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:
     return Plan(
         source=context.checkpoint.digest,
         model_type=context.checkpoint.model_type,
-        schema=context.schema.to_json(),
+        input_schema=context.schema.to_json(),
         schema_digest=context.schema.digest,
         stage=context.stage,
         rewrites=tuple(rewrites),
@@ -204,6 +211,12 @@ def load_source(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[PreTrainedMod
     return model.eval(), frozenset(report["unexpected_keys"])
 
 
+def contrast(checkpoint: Checkpoint, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Return sequences of prose, which a detector of regular text must tell from the schema's."""
+    prose = load_schema("text")
+    return sequences(checkpoint, prose, split(builtin_corpus(prose), seed), seed).calibration
+
+
 def _open(model: str | Path, watch: Stopwatch) -> Checkpoint:
     with watch.stage("open model"):
         return resolve(str(model))
@@ -237,13 +250,31 @@ def _apply(context: Context, plan: Plan, target: Path, options: Options, force: 
         if verdict.status != "verified":
             raise refuted(verdict, target)
         with watch.stage("report"):
-            report = build_report(plan, before, after, verdict, source=context.checkpoint.label)
+            report = _report(context, plan, before, after, verdict)
             report.save(staging.folder / "report.json")
-            (staging.folder / "REPORT.md").write_text(render_markdown(report), encoding="utf-8")
-            write_picture(staging.folder / "graph.svg", context.program, rewritten, before, after, plan)
+            (staging.folder / "REPORT.md").write_text(to_markdown(report), encoding="utf-8")
+            (staging.folder / "graph.svg").write_bytes(render(report_graph(report)))
             write_manifest(staging.folder, context.checkpoint, plan, known)
         staging.publish()
     return Result(plan, report, target)
+
+
+def _report(context: Context, plan: Plan, before: Cost, after: Cost, verdict: Verdict | None) -> Report:
+    text = context.config.get_text_config()
+    heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    narrow = token_narrow(plan)
+    rows = len(narrow.kept) if narrow else text.vocab_size
+    whole = [head for head in heads if isinstance(head, int)]
+    return build_report(
+        plan,
+        before,
+        after,
+        verdict,
+        name=context.checkpoint.label,
+        program=context.program,
+        workload=context.schema.workload,
+        divided=([*whole, text.vocab_size], [*whole, rows]),
+    )
 
 
 def _verify(
@@ -264,7 +295,7 @@ def _verify(
 
 def inside(drawn: Sequences, plan: Plan, count: int) -> list[list[int]]:
     """Return the longest stretch of every held-out sequence whose tokens the plan keeps, `count` of the longest."""
-    narrow = next((rewrite for rewrite in plan.of_kind(Narrow) if rewrite.relabels == "tokens"), None)
+    narrow = token_narrow(plan)
     kept = None if narrow is None else frozenset(narrow.kept)
     stretches = [longest_run(ids, kept)[:SAMPLE_LENGTH] for ids in drawn.held_out]
     return sorted((run for run in stretches if run), key=len, reverse=True)[:count]

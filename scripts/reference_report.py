@@ -89,9 +89,7 @@ def _biases(model: Any) -> list[Any]:
 
 def _others(tokenizer: PreTrainedTokenizerFast, folder: Path) -> dict[str, Tensor]:
     paths = sorted((*folder.glob("logs/*.log"), *folder.glob("json/*.json*"), *folder.glob("prose/*.txt")))
-    texts = {
-        f"{path.parent.name}/{path.name}": path.read_text("utf-8", "replace")[:400_000] for path in paths
-    }
+    texts = {f"{path.parent.name}/{path.name}": path.read_text("utf-8", "replace")[:400_000] for path in paths}
     return {name: stream(tokenizer, [text]) for name, text in texts.items()}
 
 

@@ -113,9 +113,7 @@ def language_loss(model: AdaptiveLlamaForCausalLM, rows: Tensor, start: Tensor, 
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(
-    model: AdaptiveLlamaForCausalLM, streams: dict[str, Tensor], recipe: Recipe
-) -> list[dict[str, float]]:
+def train(model: AdaptiveLlamaForCausalLM, streams: dict[str, Tensor], recipe: Recipe) -> list[dict[str, float]]:
     """Train in place; return the log: step, language loss, hinge, thresholds."""
     ceiling = highest_entropy(model, streams["log"], recipe.context)
     thresholds = [layer.self_attn.position_adaptive_bias.threshold for layer in model.model.layers]
@@ -128,10 +126,7 @@ def train(
         long = step >= recipe.short_steps
         length, batch = (recipe.context, recipe.long_batch) if long else (recipe.short, recipe.short_batch)
         rows = torch.cat(
-            [
-                windows(streams[domain], recipe.context, batch // len(DOMAINS), recipe.seed + step)
-                for domain in DOMAINS
-            ]
+            [windows(streams[domain], recipe.context, batch // len(DOMAINS), recipe.seed + step) for domain in DOMAINS]
         )
         start = torch.randint(0, recipe.context - length + 1, (len(rows),), generator=generator)
         loss = language_loss(model, rows, start, length)
@@ -153,14 +148,10 @@ def train(
 
 def main() -> None:
     """Train unless the checkpoint was made by this recipe from these samples; measure and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--force", action="store_true", help="train again even if nothing changed")
     parser.add_argument("--measure", action="store_true", help="only measure the checkpoint that is there")
-    parser.add_argument(
-        "--other-text", type=Path, default=ROOT.parent / "shared" / "data", help="text to check on"
-    )
+    parser.add_argument("--other-text", type=Path, default=ROOT.parent / "shared" / "data", help="text to check on")
     parser.add_argument("--output", type=Path, default=CHECKPOINT)
     parser.add_argument("--report", type=Path, default=REPORT)
     options = parser.parse_args()
@@ -169,11 +160,7 @@ def main() -> None:
     samples = {domain: documents(domain) for domain in DOMAINS}
     made_from = digest({"recipe": asdict(recipe), "samples": samples})
     report = json.loads(options.report.read_text()) if options.report.is_file() else {}
-    if (
-        report.get("made_from") == made_from
-        and options.output.is_dir()
-        and not (options.force or options.measure)
-    ):
+    if report.get("made_from") == made_from and options.output.is_dir() and not (options.force or options.measure):
         print("already trained by this recipe; --force trains again")
         return
     if not options.measure:

@@ -22,8 +22,8 @@ from collapse.errors import OutputError, PlanError
 from collapse.manifest import load_manifest
 from collapse.plan import Narrow, Plan
 from collapse.schema import load_schema
-from tests.shared import SHARED, needs_shared
 from tests.architectures import save_tiny
+from tests.shared import SHARED, needs_shared
 
 LOG = {"type": "log", "max_tokens": 64, "workload": {"prompt": 32, "new": 16}}
 TINY = dict(num_hidden_layers=1, vocab_size=900, max_position_embeddings=128)

@@ -11,9 +11,9 @@ from collapse.passes.positions import Positions
 from collapse.passes.unread_weights import UnreadWeights
 from collapse.schema import InputSchema
 from collapse.sequences import Sequences
+from tests.architectures import save_tiny, tiny_model
 from tests.contexts import context_of
 from tests.test_trace import program_of
-from tests.architectures import save_tiny, tiny_model
 
 
 def bounded(length: int) -> InputSchema:

@@ -78,9 +78,7 @@ def ids() -> torch.Tensor:
 
 @pytest.mark.parametrize("layers", [[True, True], [True, False, True], [False, True]])
 @pytest.mark.parametrize("cuts", [(60,), (1, 2, 3, 60), (7, 8, 30, 31, 60), tuple(range(20, 61))])
-def test_cached_decoding_equals_the_whole_forward(
-    layers: list[bool], cuts: tuple[int, ...], ids: torch.Tensor
-) -> None:
+def test_cached_decoding_equals_the_whole_forward(layers: list[bool], cuts: tuple[int, ...], ids: torch.Tensor) -> None:
     model = build(layers)
     gates = biases(model)[0].gate(model.model.position_context(ids).entropy)
     assert bool((gates == 0).any()) and bool((gates > 0).any())
@@ -118,9 +116,7 @@ def test_left_padding_changes_nothing(ids: torch.Tensor) -> None:
     assert torch.equal(batched[:1, 67:], shorter[:, 60:])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static", "disable_compile": True}])
 def test_generation_is_the_same_with_and_without_cache(options: dict[str, Any], ids: torch.Tensor) -> None:
     model = build([True, True])
     common: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
@@ -242,9 +238,7 @@ def test_a_placeholder_for_a_bias_that_should_be_there_is_refused(tmp_path: Path
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def run(
-    exported: Any, model: Any, ids: torch.Tensor, mask: torch.Tensor, past: list[torch.Tensor]
-) -> list[Any]:
+def run(exported: Any, model: Any, ids: torch.Tensor, mask: torch.Tensor, past: list[torch.Tensor]) -> list[Any]:
     """Run a traced graph with the parameters of `model`; return the logits and the cache after it."""
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     given = iter([ids, mask, *past])

@@ -11,8 +11,8 @@ from collapse.analysis.tables import last_row, position_tables, token_tables
 from collapse.errors import PlanError
 from collapse.plan import Axis, Evidence, IndexSet, Narrow, Plan, ShortCircuit
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
-from tests.test_trace import program_of
 from tests.architectures import tiny_model, weights_of
+from tests.test_trace import program_of
 
 EVIDENCE = Evidence(grade="measured", claim="a test", method="none")
 

@@ -72,9 +72,7 @@ def prefix_entropy(tokens: Tokens, settings: EntropySettings | None = None) -> T
     return position_entropy(_row(tokens)[None] + 1, settings or EntropySettings())[0]
 
 
-def measure(
-    tokens: Tokens, window: int = 1024, settings: EntropySettings | None = None
-) -> PositionEntropyFacts:
+def measure(tokens: Tokens, window: int = 1024, settings: EntropySettings | None = None) -> PositionEntropyFacts:
     """Measure consecutive windows of `tokens`; the last one may be shorter where it is the only one.
 
     Args:
@@ -90,9 +88,7 @@ def measure(
         raise SchemaError(f"window of {window} tokens", where="position entropy", fix="use 2 or more")
     settings = settings or EntropySettings(window=window)
     rows = row[: len(row) // window * window].view(-1, window) if len(row) >= window else row[None]
-    prefixes = torch.cat(
-        [position_entropy(rows[at : at + ROWS] + 1, settings) for at in range(0, len(rows), ROWS)]
-    )
+    prefixes = torch.cat([position_entropy(rows[at : at + ROWS] + 1, settings) for at in range(0, len(rows), ROWS)])
     return PositionEntropyFacts(
         window=window,
         gap=tuple(gap_entropy(each) for each in rows),
@@ -135,9 +131,7 @@ def fit_threshold(low: Iterable[float], high: Iterable[float]) -> Threshold:
 def _row(tokens: Tokens) -> Tensor:
     row = torch.as_tensor(tokens, dtype=torch.int64)
     if row.dim() != 1 or not len(row):
-        raise SchemaError(
-            "no tokens to measure", where="position entropy", fix="give a sequence of token ids"
-        )
+        raise SchemaError("no tokens to measure", where="position entropy", fix="give a sequence of token ids")
     if int(row.min()) < 0:
         raise SchemaError(f"token id {int(row.min())}", where="position entropy", fix="ids start at 0")
     return row

@@ -69,8 +69,7 @@ class AdaptiveLlamaConfig(LlamaConfig):  # type: ignore[misc]
         flags = self.position_adaptive_bias or []
         if len(flags) != self.num_hidden_layers:
             raise ValueError(
-                f"position_adaptive_bias has {len(flags)} flags for {self.num_hidden_layers} layers; "
-                "give one a layer"
+                f"position_adaptive_bias has {len(flags)} flags for {self.num_hidden_layers} layers; give one a layer"
             )
 
     @property

@@ -38,6 +38,8 @@ class Context:
     output_texts: Samples
     sequences: Sequences
     load_model: Callable[[], tuple[PreTrainedModel, frozenset[str]]]
+    load_contrast: Callable[[], tuple[tuple[int, ...], ...]] = tuple
+    threshold: float | None = None
     stage: Stage = "erase"
     placeholder: bool = False
     progress: Progress = no_progress

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 from collapse.analysis.activation import Activation, profile
 from collapse.analysis.bounds import clopper_pearson
 from collapse.analysis.influence import SAME, JointEffect, Tolerance, joint_effect, single_effects
+from collapse.analysis.position_entropy import fit_threshold, prefix_entropy
 from collapse.analysis.stand_in import StandIn
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Evidence, Replacement, ShortCircuit, Skipped
@@ -129,7 +130,25 @@ def _certify(
         )
         return [], [Skipped(pass_name=options.name, site=c.site, reason=reason, figures=c.figures) for c in dead]
     figures = _bound_figures(context, options, effect)
-    return [_rewrite(context, options.name, c, figures) for c in dead], []
+    threshold = None
+    if context.stage == "fuse":
+        threshold, fitted = _detector(context)
+        figures |= fitted
+    return [_rewrite(context, options.name, c, figures, threshold) for c in dead], []
+
+
+def _detector(context: Context) -> tuple[float, dict[str, float | int | str]]:
+    """Fit the threshold that tells the schema's text from prose by the highest entropy of any prefix."""
+    regular, prose = context.sequences.calibration, context.load_contrast()
+    peaks = [[float(prefix_entropy(ids).max()) for ids in side] for side in (regular, prose)]
+    fitted = fit_threshold(*peaks)
+    threshold = fitted.value if context.threshold is None else context.threshold
+    return threshold, {
+        "threshold_nats": threshold,
+        "threshold_fitted_nats": fitted.value,
+        "threshold_margin_nats": fitted.margin,
+        "threshold_error": fitted.error,
+    }
 
 
 def _progress(context: Context, what: str, total: int) -> Callable[[int], None]:
@@ -150,7 +169,13 @@ def _bound_figures(context: Context, options: DeadModule, effect: JointEffect) -
     }
 
 
-def _rewrite(context: Context, name: str, candidate: _Candidate, figures: dict[str, float | int | str]) -> ShortCircuit:
+def _rewrite(
+    context: Context,
+    name: str,
+    candidate: _Candidate,
+    figures: dict[str, float | int | str],
+    threshold: float | None,
+) -> ShortCircuit:
     prefix = f"{candidate.site}."
     tensors = tuple(sorted(tensor for tensor in context.checkpoint.tensors if tensor.startswith(prefix)))
     evidence = Evidence(
@@ -170,6 +195,7 @@ def _rewrite(context: Context, name: str, candidate: _Candidate, figures: dict[s
         tensors=tensors,
         stage=context.stage,
         placeholder=context.placeholder,
+        threshold=threshold,
     )
 
 

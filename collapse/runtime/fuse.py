@@ -122,9 +122,7 @@ def fuse(
     detector = _Detector(settings or EntropySettings(window=window))
     counts = {path: SiteCounts() for path in sites}
     before = model.register_forward_pre_hook(_observer(detector), with_kwargs=True)
-    after = model.register_forward_hook(
-        lambda _, __, output: detector.remember(getattr(output, "cache", None))
-    )
+    after = model.register_forward_hook(lambda _, __, output: detector.remember(getattr(output, "cache", None)))
     undo: list[Callable[[], None]] = [before.remove, after.remove]
     for path, module in modules.items():
         undo.append(_wrap(module, sites[path], detector, counts[path]))

@@ -43,5 +43,5 @@ def load(directory: str | Path, *, dtype: torch.dtype | str = "auto") -> PreTrai
         if rewrite.stage == "fuse" and rewrite.threshold is not None
     }
     if sites:
-        fuse(model, sites)
+        model.collapse_fused = fuse(model, sites)  # counts of skipped and run calls, and the way back
     return model
