@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import PROVED, erase, export, plan_for, tiny_llama
-from typer import Typer
-from typer.testing import CliRunner
 
 from collapse.checkpoint import Checkpoint
-from collapse.cli_check import add_commands
 from collapse.errors import CheckpointError
 from collapse.plan import ShortCircuit, Specialise
 from collapse.probe import probe
 from collapse.testing import assert_erased
+from tests.command import Command
+from tests.tiny import PROVED, erase, export, plan_for, tiny_llama
 
 NAMES = tuple(f"model.layers.{layer}.self_attn.extra_bias.table" for layer in (0, 1))
 SITE = "*.extra_bias*"
@@ -114,16 +112,14 @@ def test_a_typing_error_is_no_erasure(llama: Checkpoint, tmp_path: Path, pattern
             assert_erased(folder, pattern)
 
 
-def test_the_command_prints_json_and_exits_for_ci(llama: Checkpoint, tmp_path: Path) -> None:
+def test_the_command_prints_json_and_exits_for_ci(command: Command, llama: Checkpoint, tmp_path: Path) -> None:
     out = export(llama, plan_for(llama, short(0)), tmp_path / "out").root
-    app = Typer()
-    add_commands(app)
-    for site, code, status in ((NAMES[0], 0, "ERASED"), (SITE, 1, "ACTIVE"), ("nothing", 2, None)):
-        found = CliRunner().invoke(app, ["probe", str(out), "--site", site])
-        assert found.exit_code == code
-        assert status is None or json.loads(found.output)["status"] == status
-    assert CliRunner().invoke(app, ["probe", str(tmp_path), "--site", "x"]).exit_code == 2
-    assert CliRunner().invoke(app, ["probe", str(tmp_path / "absent"), "--site", "x"]).exit_code == 2
+    for site, code, status in ((NAMES[0], 0, "ERASED"), (SITE, 1, "ACTIVE")):
+        found = command("probe", out, "--site", site)
+        assert (found.code, json.loads(found.out)["status"]) == (code, status)
+    for folder, site in ((out, "nothing"), (tmp_path, "x"), (tmp_path / "absent", "x")):
+        found = command("probe", folder, "--site", site)
+        assert (found.code, found.out, found.err.count("\n")) == (2, "", 1)
 
 
 def test_the_probe_needs_no_torch() -> None:

@@ -10,13 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import PROVED, VOCABULARY, erase, export, plan_for, positions, samples, tiny_gpt2, tiny_llama, vocabulary
 from transformers import AutoModelForCausalLM
-from typer import Typer
-from typer.testing import CliRunner
 
 from collapse.checkpoint import Checkpoint
-from collapse.cli_check import add_commands
 from collapse.errors import CheckpointError
 from collapse.manifest import MANIFEST, file_names, load_manifest, record_of
 from collapse.plan import Evidence, Plan, ShortCircuit, Specialise
@@ -26,6 +22,19 @@ from collapse.verify import Settings, verify
 from collapse.verify.compare import EQ, Block, Continuation, compare_greedy, compare_logits
 from collapse.verify.dynamic import dynamic_checks
 from collapse.verify.job import cuts, make_job
+from tests.command import Command
+from tests.tiny import (
+    PROVED,
+    VOCABULARY,
+    erase,
+    export,
+    plan_for,
+    positions,
+    samples,
+    tiny_gpt2,
+    tiny_llama,
+    vocabulary,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 KEPT = [0, 1, 2, *range(5, 40), 63]
@@ -104,7 +113,7 @@ def test_a_tie_stored_twice_and_mixed_dtypes(tmp_path: Path) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
     save_file(tensors, source.root / WEIGHTS, {"format": "pt"})
     source = Checkpoint.open(source.root)
-    plan = plan_for(source, erase("f8"), vocabulary(KEPT, EMBEDDING, "lm_head.weight"))
+    plan = plan_for(source, erase("f8", "lm_head.weight"), vocabulary(KEPT, EMBEDDING))
     out = export(source, plan, tmp_path / "out").root
     verdict = verify(out, source, samples=samples(KEPT, 20, 6), settings=SMALL)
     assert details(verdict) == ""
@@ -448,36 +457,33 @@ def test_a_job_looks_at_bounded_positions_and_cuts_at_the_context() -> None:
 # The command.
 
 
-@pytest.fixture
-def app() -> Typer:
-    made = Typer()
-    add_commands(made)
-    return made
-
-
-def test_the_command_exits_with_the_verdict(app: Typer, llama: Checkpoint, out: Path, tmp_path: Path) -> None:
-    invoke = CliRunner().invoke
+def test_the_command_exits_with_the_verdict(command: Command, llama: Checkpoint, out: Path, tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text(json.dumps(samples(KEPT, 12, 6)))
-    base = ["verify", str(out), "--source", str(llama.root)]
-    found = invoke(app, [*base, "--ids", str(tmp_path / "ids.json"), "--new", "3", "--json"])
-    value = json.loads(found.output)
-    assert (found.exit_code, value["status"]) == ({"verified": 0, "inconclusive": 2}[value["status"]], value["status"])
+    base = ("verify", out, "--source", llama.root)
+    found = command(*base, "--ids", tmp_path / "ids.json", "--new", 3, "--json")
+    value = json.loads(found.out)
+    assert (found.code, value["status"]) == ({"verified": 0, "inconclusive": 2}[value["status"]], value["status"])
     assert "logits: cache" in [entry["name"] for entry in value["checks"]]
-    quick = invoke(app, [*base, "--quick"])
-    assert (quick.exit_code, "files only" in quick.output) == (0, True)
-    assert invoke(app, ["verify", str(out)]).exit_code == 2
+    quick = command(*base, "--quick")
+    assert (quick.code, "verified (files only" in quick.out) == (0, True)
+    assert command("verify", out).code == 2
     flip(out)
-    quick = invoke(app, [*base, "--quick"])
-    assert (quick.exit_code, "FAIL  tensor bytes" in quick.output) == (1, True)
+    quick = command(*base, "--quick")
+    assert (quick.code, "FAIL  tensor bytes" in quick.out) == (1, True)
+
+
+def test_samples_are_drawn_from_the_schemas_tokens(command: Command, llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, erase("old.bias")), tmp_path / "out").root
+    found = command("verify", out, "--source", llama.root, "--prompts", 2, "--new", 2)
+    assert (found.code, found.out.splitlines()[-1]) == (0, "verified")
+    assert "8 of 8 samples" in found.out
 
 
 @pytest.mark.parametrize("text", ["[]", "[[]]", '[["a"]]', "{", "[[1.5]]"])
-def test_bad_samples_are_one_line(app: Typer, llama: Checkpoint, out: Path, tmp_path: Path, text: str) -> None:
+def test_bad_samples_are_one_line(command: Command, llama: Checkpoint, out: Path, tmp_path: Path, text: str) -> None:
     (tmp_path / "ids.json").write_text(text)
-    found = CliRunner().invoke(
-        app, ["verify", str(out), "--source", str(llama.root), "--ids", str(tmp_path / "ids.json")]
-    )
-    assert (found.exit_code, found.output.count("\n")) == (2, 1)
+    found = command("verify", out, "--source", llama.root, "--ids", tmp_path / "ids.json")
+    assert (found.code, found.err.count("\n")) == (2, 1)
 
 
 def test_manifest_lists_every_file(exported: Path) -> None:
