@@ -32,12 +32,11 @@ def tiny_llama(
     dtype: torch.dtype = torch.float32,
     extra: Mapping[str, torch.Tensor] | None = None,
     both_names: bool = False,
-    layers: int = 2,
 ) -> Checkpoint:
-    """Write a Llama; `extra` tensors are claimed by no module, `both_names` writes the tied head too."""
+    """Write a two-layer Llama; `extra` tensors are claimed by no module, `both_names` writes the tied head too."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=tied, initializer_range=0.5,
         bos_token_id=1, eos_token_id=2, pad_token_id=None,
     )  # fmt: skip
