@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from collapse.cli_args import CorpusCommand
-from collapse.cli_check import probe, verify
+from collapse.cli_check import add_commands
 from collapse.cli_inspect import flops, graph, report, trace
 from collapse.cli_schema import schema_app
 from collapse.errors import CollapseError, OutputError
@@ -32,8 +32,9 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(schema_app, name="schema")
-for command in (flops, trace, graph, report, verify, probe):
+for command in (flops, trace, graph, report):
     app.command(context_settings=HELP)(command)
+add_commands(app)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a .gguf file, or a hub id.")]
 Schema = Annotated[str, typer.Option("--schema", "-s", help="A built-in name, a JSON or TOML file, or inline JSON.")]
@@ -175,11 +176,9 @@ def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
 def main() -> None:
     """Run the command line; a user's mistake is one line on standard error and exit code 2."""
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # what a command leaves with by `typer.Exit` comes back as a number
     except CollapseError as error:
         _fail(str(error), error.exit_code)
-    except (typer.Exit, SystemExit) as leaving:
-        sys.exit(getattr(leaving, "exit_code", getattr(leaving, "code", 0)))
     except KeyboardInterrupt:
         _fail("interrupted; nothing was published", 130)
     except BrokenPipeError:
@@ -189,6 +188,8 @@ def main() -> None:
         _fail("out of memory; close other programs or give a smaller model", OutputError.exit_code)
     except Exception as error:
         _other(error)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
 
 
 def _other(error: Exception) -> None:

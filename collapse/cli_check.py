@@ -11,11 +11,12 @@ import typer
 from collapse.canonical import dumps
 from collapse.checkpoint import Checkpoint
 from collapse.cli_args import CorpusCommand
-from collapse.errors import CollapseError, SchemaError
+from collapse.errors import SchemaError
 from collapse.plan import Plan
 from collapse.probe import probe as run_probe
 from collapse.verdict import Check, Verdict
 
+HELP = {"help_option_names": ["-h", "--help"]}
 MARKS = {True: "ok  ", False: "FAIL", None: "--  "}
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="The directory that collapse wrote.")]
@@ -51,6 +52,7 @@ def verify(
     Exit code 0: verified. 1: refuted, and the failed checks say where. 2: some check could not be run, or the
     input is wrong.
     """
+    from collapse.sources import resolve
     from collapse.verify import Settings
     from collapse.verify import verify as run_verify
 
@@ -58,19 +60,15 @@ def verify(
         assert checkpoint is not None
         return _read_ids(ids) if ids else _draw(checkpoint, found, corpus or [], prompts)
 
-    try:
-        checkpoint = Checkpoint.open(source) if source else None
-        verdict = run_verify(
-            out,
-            checkpoint,
-            samples=samples,
-            plan=Plan.load(plan) if plan else None,
-            settings=Settings(prompts=prompts, new_tokens=new),
-            static_only=quick,
-        )
-    except CollapseError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
+    checkpoint = resolve(source) if source else None
+    verdict = run_verify(
+        out,
+        checkpoint,
+        samples=samples,
+        plan=Plan.load(plan) if plan else None,
+        settings=Settings(prompts=prompts, new_tokens=new),
+        static_only=quick,
+    )
     if as_json:
         typer.echo(dumps({"status": verdict.status, **verdict.model_dump(mode="json")}), nl=False)
     else:
@@ -83,11 +81,7 @@ def probe(folder: Folder, site: Pattern) -> None:
 
     Exit code 0: ERASED. 1: ZEROED or ACTIVE. 2: the pattern matches nothing, or DIR is no model.
     """
-    try:
-        found = run_probe(folder, site)
-    except CollapseError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(error.exit_code) from None
+    found = run_probe(folder, site)
     typer.echo(dumps(found.model_dump(mode="json")), nl=False)
     raise typer.Exit(0 if found.status == "ERASED" else 1)
 
@@ -96,9 +90,10 @@ def add_commands(app: typer.Typer) -> None:
     """Add `verify` and `probe` to `app`."""
     app.command(
         cls=CorpusCommand,
+        context_settings=HELP,
         epilog="Examples: collapse verify out/ --source model/    collapse verify out/ --source model/ --quick --json",
     )(verify)
-    app.command(epilog="Example: collapse probe out/ --site '*.position_adaptive_bias*'")(probe)
+    app.command(context_settings=HELP, epilog="Example: collapse probe out/ --site '*.position_adaptive_bias*'")(probe)
 
 
 def _draw(checkpoint: Checkpoint, plan: Plan, corpus: list[Path], count: int) -> list[list[int]]:

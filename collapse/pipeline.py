@@ -28,14 +28,13 @@ from collapse.report.render import render
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema, load_schema
-from collapse.sequences import Sequences, sequences
+from collapse.sequences import sequences
 from collapse.sources import resolve
 from collapse.staging import check_output, staged
 from collapse.trace import Program, load_config, quiet, trace
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify
-
-SAMPLES, SAMPLE_LENGTH = 8, 128  # held-out sequences that verification runs, and their longest part
+from collapse.verify.samples import SAMPLES, inside
 
 
 @dataclass(frozen=True)
@@ -291,24 +290,6 @@ def _verify(
     samples = inside(context.sequences, plan, max(SAMPLES, options.prompts))
     with watch.stage("verify"):
         return verify(folder, context.checkpoint, samples=samples, program=reference, plan=plan, settings=settings)
-
-
-def inside(drawn: Sequences, plan: Plan, count: int) -> list[list[int]]:
-    """Return the longest stretch of every held-out sequence whose tokens the plan keeps, `count` of the longest."""
-    narrow = token_narrow(plan)
-    kept = None if narrow is None else frozenset(narrow.kept)
-    stretches = [longest_run(ids, kept)[:SAMPLE_LENGTH] for ids in drawn.held_out]
-    return sorted((run for run in stretches if run), key=len, reverse=True)[:count]
-
-
-def longest_run(ids: Sequence[int], kept: frozenset[int] | None) -> list[int]:
-    """Return the longest contiguous part of `ids` within `kept`; all of it where `kept` is None."""
-    best: list[int] = []
-    current: list[int] = []
-    for token in ids:
-        current = [*current, token] if kept is None or token in kept else []
-        best = max(best, current, key=len)
-    return best
 
 
 def refuted(verdict: Verdict, target: Path) -> CollapseError:

@@ -11,10 +11,13 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from collapse.checkpoint import Checkpoint
+from collapse.erase import write_checkpoint
+from collapse.manifest import write_manifest
 from collapse.plan import Axis, Erase, Evidence, IndexSet, Narrow, Plan
 from collapse.rewrite.layout import index, shards
 from collapse.rewrite.tensors import OutputTensor
 from collapse.schema import InputSchema
+from collapse.staging import staged
 
 VOCABULARY = 64
 CONTEXT = 48
@@ -29,11 +32,12 @@ def tiny_llama(
     dtype: torch.dtype = torch.float32,
     extra: Mapping[str, torch.Tensor] | None = None,
     both_names: bool = False,
+    layers: int = 2,
 ) -> Checkpoint:
-    """Write a two-layer Llama; `extra` tensors are claimed by no module, `both_names` writes the tied head too."""
+    """Write a Llama; `extra` tensors are claimed by no module, `both_names` writes the tied head too."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=CONTEXT, tie_word_embeddings=tied, initializer_range=0.5,
         bos_token_id=1, eos_token_id=2, pad_token_id=None,
     )  # fmt: skip
@@ -85,6 +89,15 @@ def positions(count: int, tensor: str = "transformer.wpe.weight") -> Narrow:
         **{"pass": "positions"}, site=tensor, evidence=PROVED, size=CONTEXT, kept=IndexSet.of(range(count)),
         relabels="positions", axes=(Axis(tensor=tensor, dim=0),), config={"n_positions": count},
     )  # fmt: skip
+
+
+def export(source: Checkpoint, plan: Plan, output: Path, force: bool = False, **options: int) -> Checkpoint:
+    """Collapse `source` into `output`, without verifying."""
+    with staged(output, force, source.root) as stage:
+        known = write_checkpoint(source, plan, stage.folder, **options)
+        write_manifest(stage.folder, source, plan, known)
+        stage.publish()
+    return Checkpoint.open(output)
 
 
 def samples(kept: Iterable[int], *lengths: int) -> list[list[int]]:

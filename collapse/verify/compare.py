@@ -25,8 +25,8 @@ class Tolerance:
     relative: float
 
     def bound(self, reference: torch.Tensor) -> torch.Tensor:
-        """Return the largest allowed difference from each reference value."""
-        return self.absolute + self.relative * reference.abs()
+        """Return the largest allowed difference from each reference value; a finite one, so that infinity fails."""
+        return self.absolute + self.relative * reference.abs().nan_to_num(nan=0.0, posinf=0.0)
 
     def widened(self, extra: float) -> Tolerance:
         """Return the tolerance for a claim that allows a difference of `extra`."""

@@ -6,12 +6,13 @@ One model is in memory at a time: the source runs first, what is compared is kep
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
@@ -180,11 +181,20 @@ def _load_and_run(folder: Path, job: Job, columns: torch.Tensor | None) -> Loade
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
+        _align(model)
         seen = observe(ModelRunner(model.eval()), job, columns)
+    left = weakref.ref(model)
     del model
-    gc.collect()
+    if left() is not None:  # held by a cycle; the next model must not come on top of it
+        gc.collect()
     names = {key: tuple(sorted(str(name) for name in info.get(key, ()))) for key in info}
     return Loaded(names["missing_keys"], names["unexpected_keys"], names["mismatched_keys"], seen)
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Copy each tensor out of the mapped file: products depend in the last bit on where in memory a matrix starts."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def _loading_check(after: Loaded, plan: Plan, inherited: Sequence[str]) -> Check:

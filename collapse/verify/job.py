@@ -70,7 +70,7 @@ def make_job(samples: Sequence[Sequence[int]], columns: int, context: int | None
         settings: how much is compared.
     """
     if context is not None:  # a prompt of one token leaves the most room for its continuation
-        settings = replace(settings, new_tokens=min(settings.new_tokens, context - 1))
+        settings = replace(settings, new_tokens=min(settings.new_tokens, max(1, context - 1)))
     sequences = tuple(tuple(ids[:context]) for ids in samples if ids)
     longest = max(range(len(sequences)), key=lambda number: len(sequences[number]))
     cached = tuple(dict.fromkeys((longest, *range(len(sequences)))))[: settings.cached]

@@ -1,4 +1,4 @@
-"""Draws in-schema samples as token ids of the source, for verifying without the run that made the output."""
+"""The in-schema sequences that verification runs: held-out text, as token ids of the source."""
 
 from __future__ import annotations
 
@@ -6,37 +6,44 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from collapse.checkpoint import Checkpoint
-from collapse.corpus import Corpus, builtin_corpus, read_corpus, sample_texts, sample_tokens, split
-from collapse.errors import SchemaError
+from collapse.corpus import Split, builtin_corpus, read_corpus, split
 from collapse.plan import Plan
+from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema
+from collapse.sequences import Sequences, sequences
 
-CHARACTERS_PER_TOKEN = 2  # fewer than any of the supported tokenizers has on text, so that samples rarely end early
+SAMPLES, SAMPLE_LENGTH = 8, 128  # held-out sequences that are run, and their longest part
 
 
 def draw_samples(
-    source: Checkpoint, plan: Plan, *, corpus: Sequence[Path] = (), seed: int = 0, count: int = 8, length: int = 128
+    source: Checkpoint, plan: Plan, *, corpus: Sequence[Path] = (), seed: int = 0, count: int = SAMPLES
 ) -> list[list[int]]:
-    """Return `count` samples of up to `length` ids of the source's tokenizer, under the plan's schema.
+    """Return `count` samples under the plan's schema, for verifying without the run that made the output.
 
-    They are drawn uniformly from the schema's token ids where it lists them, else cut from the held-out part of
-    `corpus`, or of the schema's built-in sample. Raises `SchemaError` where there is no text or no tokenizer.
+    They come from the schema's token ids where it lists them, else from the held-out part of `corpus`, or of the
+    schema's built-in sample. Raises `SchemaError` where the text breaks the schema, `UnsupportedError` where the
+    source has no tokenizer.
     """
     schema = InputSchema.model_validate(plan.input_schema)
-    length = min(length, schema.max_tokens or length)
-    if schema.tokens is not None:
-        return sample_tokens(schema, seed, count, length)
-    parts = split(read_corpus(corpus, schema) if corpus else builtin_corpus(schema), seed)
-    from transformers import AutoTokenizer
+    parts: Split | None = None
+    if corpus or schema.tokens is None:
+        parts = split(read_corpus(corpus, schema) if corpus else builtin_corpus(schema), seed)
+    return inside(sequences(source, schema, parts, seed), plan, max(SAMPLES, count))
 
-    from collapse.trace import quiet
 
-    try:
-        with quiet():
-            tokenizer = AutoTokenizer.from_pretrained(str(source.root), local_files_only=True)
-    except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
-        message = f"the source has no tokenizer that transformers can load ({type(error).__name__})"
-        raise SchemaError(message, where=source.label, fix="list token ids in the schema: tokens") from None
-    held_out = Corpus(parts.held_out, ("held out",) * len(parts.held_out))
-    texts = sample_texts(schema, held_out, seed, count, CHARACTERS_PER_TOKEN * length)
-    return [tokenizer(text)["input_ids"][:length] for text in texts]
+def inside(drawn: Sequences, plan: Plan, count: int) -> list[list[int]]:
+    """Return the longest stretch of every held-out sequence whose tokens the plan keeps, `count` of the longest."""
+    narrow = token_narrow(plan)
+    kept = None if narrow is None else frozenset(narrow.kept)
+    stretches = [longest_run(ids, kept)[:SAMPLE_LENGTH] for ids in drawn.held_out]
+    return sorted((run for run in stretches if run), key=len, reverse=True)[:count]
+
+
+def longest_run(ids: Sequence[int], kept: frozenset[int] | None) -> list[int]:
+    """Return the longest contiguous part of `ids` within `kept`; all of it where `kept` is None."""
+    best: list[int] = []
+    current: list[int] = []
+    for token in ids:
+        current = [*current, token] if kept is None or token in kept else []
+        best = max(best, current, key=len)
+    return best

@@ -1,0 +1,5 @@
+"""Fixtures of all tests."""
+
+from tests.command import command
+
+__all__ = ["command"]

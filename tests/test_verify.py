@@ -1,0 +1,490 @@
+"""The verifier: it accepts what is right, and refutes every planted fault, saying which."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from collapse.checkpoint import Checkpoint
+from collapse.errors import CheckpointError
+from collapse.manifest import MANIFEST, file_names, load_manifest, record_of
+from collapse.plan import Evidence, Plan, ShortCircuit, Specialise
+from collapse.trace import load_config, trace
+from collapse.verdict import Check, Verdict
+from collapse.verify import Settings, verify
+from collapse.verify.compare import EQ, Block, Continuation, compare_greedy, compare_logits
+from collapse.verify.dynamic import dynamic_checks
+from collapse.verify.job import cuts, make_job
+from tests.command import Command
+from tests.tiny import (
+    PROVED,
+    VOCABULARY,
+    erase,
+    export,
+    plan_for,
+    positions,
+    samples,
+    tiny_gpt2,
+    tiny_llama,
+    vocabulary,
+)
+
+EMBEDDING = "model.embed_tokens.weight"
+KEPT = [0, 1, 2, *range(5, 40), 63]
+WEIGHTS = "model.safetensors"
+SMALL = Settings(prompts=2, new_tokens=4, cached=2, decode=2, padded=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return tiny_llama(tmp_path_factory.mktemp("llama") / "source", extra={"old.bias": torch.arange(1.0, 6.0)})
+
+
+@pytest.fixture(scope="module")
+def plan(llama: Checkpoint) -> Plan:
+    return plan_for(llama, erase("old.bias"), vocabulary(KEPT, EMBEDDING))
+
+
+@pytest.fixture(scope="module")
+def exported(llama: Checkpoint, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export(llama, plan, tmp_path_factory.mktemp("exported") / "out").root
+
+
+@pytest.fixture
+def out(exported: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported, tmp_path / "out"))
+
+
+def check(verdict: Verdict, name: str) -> Check:
+    return next(found for found in verdict.checks if found.name == name)
+
+
+def details(verdict: Verdict) -> str:
+    return "\n".join(f"{found.name}: {found.detail}" for found in verdict.failures)
+
+
+# What is right is accepted.
+
+
+def test_erasing_unread_weights_changes_no_bit(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, erase("old.bias")), tmp_path / "out", max_shard_size=20_000).root
+    verdict = verify(out, llama, samples=samples(range(VOCABULARY), 40, 9, 1, 60), settings=SMALL)
+    assert verdict.status == "verified", details(verdict)
+    for name in ("logits: prefill", "logits: cache", "logits: left padding"):
+        figures = check(verdict, name).figures
+        assert figures["bit_equal_positions"] == figures["positions"] > 0
+    assert check(verdict, "logits: prefill").figures["positions"] == 40 + 9 + 1 + 48, "cut at the context"
+    assert check(verdict, "greedy").figures == {"prompts": 2, "stayed": 2, "left": 0, "near_ties": 0, "tokens": 8}
+    assert check(verdict, "load").figures == {"missing": 0, "mismatched": 0, "unexpected": 0, "declared": 0}
+
+
+def test_kept_rows_say_what_they_said(llama: Checkpoint, exported: Path, plan: Plan) -> None:
+    verdict = verify(exported, llama, samples=samples(KEPT, 30, 12, 5, 7), plan=plan, settings=SMALL)
+    assert (details(verdict), check(verdict, "load").passed) == ("", True)
+    assert check(verdict, "logits: prefill").figures["logits"] == (30 + 12 + 5 + 7) * len(KEPT)
+    assert (exported / "config.json").read_bytes() != (llama.root / "config.json").read_bytes()
+
+
+def test_gpt2_with_fewer_rows_and_positions(tmp_path: Path) -> None:
+    source = tiny_gpt2(tmp_path / "source")
+    rewrites = (vocabulary(KEPT, "transformer.wte.weight"), positions(16))
+    out = export(source, plan_for(source, *rewrites), tmp_path / "out").root
+    verdict = verify(out, source, samples=samples(KEPT, 40, 16, 3), settings=SMALL)
+    assert details(verdict) == ""
+    assert check(verdict, "logits: prefill").figures["positions"] == 16 + 16 + 3
+
+
+def test_a_tie_stored_twice_and_mixed_dtypes(tmp_path: Path) -> None:
+    extra = {"f8": torch.ones(4, 4).to(torch.float8_e4m3fn)}
+    source = tiny_llama(tmp_path / "source", both_names=True, dtype=torch.bfloat16, extra=extra)
+    tensors = load_file(source.root / WEIGHTS)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float()
+    save_file(tensors, source.root / WEIGHTS, {"format": "pt"})
+    source = Checkpoint.open(source.root)
+    plan = plan_for(source, erase("f8", "lm_head.weight"), vocabulary(KEPT, EMBEDDING))
+    out = export(source, plan, tmp_path / "out").root
+    verdict = verify(out, source, samples=samples(KEPT, 20, 6), settings=SMALL)
+    assert details(verdict) == ""
+
+
+def test_the_graph_is_a_second_opinion(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source", layers=1)
+    out = export(source, plan_for(source, vocabulary(KEPT, EMBEDDING)), tmp_path / "out")
+    program = trace(load_config(out))
+    model = AutoModelForCausalLM.from_pretrained(out.root, dtype=torch.float32)
+    weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    ids = samples(KEPT, 20, 6)
+    verdict = verify(out.root, source, samples=ids, program=lambda: (program, weights), settings=SMALL)
+    assert details(verdict) == ""
+    assert check(verdict, "graph: cache").figures["positions"] == 8
+    wrong = weights | {"model.norm.weight": weights["model.norm.weight"] * 1.001}
+    verdict = verify(out.root, source, samples=ids, program=(program, wrong), settings=SMALL)
+    assert {found.name for found in verdict.failures} >= {"graph: prefill", "graph and source: cache"}
+    assert verdict.counterexample is not None and verdict.counterexample["check"] == "graph: prefill"
+
+
+def bias(stage: str, grade: str = "proved", **fields: object) -> ShortCircuit:
+    evidence = Evidence(grade=grade, claim="c", method="m", figures=fields.pop("figures", {}))
+    whole = {"pass": "dead-module", "site": "old", "evidence": evidence, "by": "zero", "tensors": ("old.bias",)}
+    return ShortCircuit(**(whole | {"stage": stage} | fields))
+
+
+@pytest.mark.parametrize("rewrite", [bias("fuse"), bias("short-circuit"), bias("erase", placeholder=True)])
+def test_weights_that_the_plan_leaves_are_declared(llama: Checkpoint, tmp_path: Path, rewrite: ShortCircuit) -> None:
+    out = export(llama, plan_for(llama, rewrite, stage=rewrite.stage), tmp_path / "out").root
+    verdict = verify(out, llama, samples=samples(range(VOCABULARY), 12), settings=SMALL)
+    assert verdict.status == "verified", details(verdict)
+    assert check(verdict, "load").figures == {"missing": 0, "mismatched": 0, "unexpected": 0, "declared": 1}
+
+
+@pytest.mark.parametrize(
+    ("grade", "stage", "tolerance", "passes"),
+    [("measured", "erase", 10.0, True), ("certified", "short-circuit", 10.0, True), ("measured", "erase", 1e-6, False),
+     ("proved", "erase", 10.0, False), ("measured", "fuse", 10.0, False)],
+)  # fmt: skip
+def test_a_loss_is_allowed_as_far_as_its_evidence_says(
+    llama: Checkpoint, tmp_path: Path, grade: str, stage: str, tolerance: float, passes: bool
+) -> None:
+    rewrite = bias(stage, grade, figures={"tolerance": tolerance}, config={"rms_norm_eps": 0.01})
+    out = export(llama, plan_for(llama, rewrite), tmp_path / "out").root
+    verdict = verify(out, llama, samples=samples(range(VOCABULARY), 12, 6), settings=SMALL)
+    assert float(check(verdict, "logits: prefill").figures["max_abs_diff"]) > 1e-3
+    assert (check(verdict, "logits: prefill").passed, verdict.status != "refuted") == (passes, passes)
+
+
+# Tampering: each fault is refuted, and named.
+
+
+def put_back(out: Path, value: torch.Tensor) -> None:
+    save_file(load_file(out / WEIGHTS) | {"old.bias": value}, out / WEIGHTS, {"format": "pt"})
+
+
+def flip(out: Path, name: str = EMBEDDING) -> None:
+    info = Checkpoint.open(out).tensors[name]
+    raw = bytearray((out / WEIGHTS).read_bytes())
+    raw[info.start + 5] ^= 1
+    (out / WEIGHTS).write_bytes(raw)
+
+
+def edit(out: Path, file: str, **values: object) -> None:
+    value = json.loads((out / file).read_bytes()) | values
+    (out / file).write_text(json.dumps(value, indent=2))
+
+
+def swap_rows(out: Path, first: int, second: int) -> None:
+    tensors = load_file(out / WEIGHTS)
+    tensors[EMBEDDING][[first, second]] = tensors[EMBEDDING][[second, first]]
+    save_file(tensors, out / WEIGHTS, {"format": "pt"})
+
+
+def link(path: Path) -> None:
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to(path.parent.parent / "elsewhere")
+
+
+def hide_in_metadata(out: Path) -> None:
+    save_file(load_file(out / WEIGHTS), out / WEIGHTS, {"format": "pt", "old.bias": "AACAPwAAAEA="})
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    # what is done, what says so with the old manifest, what says so with a manifest edited to fit
+    "erased tensor back": (
+        lambda out: put_back(out, torch.arange(1.0, 6.0)), f"{WEIGHTS}: old.bias: the erased tensor is in the file", ""
+    ),
+    "erased tensor zeroed": (
+        lambda out: put_back(out, torch.zeros(5)), f"{WEIGHTS}: old.bias: the erased tensor is in the file", ""
+    ),
+    "stale shard": (
+        lambda out: save_file({"old.bias": torch.ones(5)}, out / "model-00002-of-00002.safetensors"),
+        "model-00002-of-00002.safetensors: not listed", "old.bias: the erased tensor is in the file",
+    ),
+    "empty shard": (
+        lambda out: save_file({}, out / "model-extra.safetensors"), "not listed", "a weight file without tensors"
+    ),
+    "bin twin": (
+        lambda out: (out / "pytorch_model.bin").write_bytes(b"weights"),
+        "pytorch_model.bin: not listed", "pytorch_model.bin: a file that neither",
+    ),
+    "hidden in a folder": (
+        lambda out: ((out / "old").mkdir(), save_file({"old.bias": torch.ones(5)}, out / "old" / WEIGHTS)),
+        f"old/{WEIGHTS}: not listed", f"old/{WEIGHTS}: old.bias: the erased tensor",
+    ),
+    "hidden in metadata": (hide_in_metadata, f"{WEIGHTS}: the header is not the canonical one", ""),
+    "byte flipped": (flip, f"{WEIGHTS}: size or sha256 differs", f"{WEIGHTS}: {EMBEDDING}: byte 5 differs"),
+    "norm flipped": (
+        lambda out: flip(out, "model.norm.weight"), f"{WEIGHTS}: size or sha256 differs",
+        f"{WEIGHTS}: model.norm.weight: byte 5 differs",
+    ),
+    "rows swapped": (lambda out: swap_rows(out, 7, 9), "sha256 differs", f"{EMBEDDING}: byte {7 * 128} differs"),
+    "truncated": (
+        lambda out: (out / WEIGHTS).write_bytes((out / WEIGHTS).read_bytes()[:-4]), "sha256 differs", "cut short"
+    ),
+    "survivor missing": (
+        lambda out: save_file({k: v for k, v in load_file(out / WEIGHTS).items() if "norm" not in k}, out / WEIGHTS),
+        "model.norm.weight: a tensor that must survive is missing", "",
+    ),
+    "survivor cast": (
+        lambda out: save_file({k: v.half() for k, v in load_file(out / WEIGHTS).items()}, out / WEIGHTS),
+        f"{EMBEDDING}: F16 [{len(KEPT)}, 32], should be F32", "",
+    ),
+    "weights gone": (lambda out: (out / WEIGHTS).unlink(), f"{WEIGHTS}: listed in collapse.json, but missing", ""),
+    "config edited": (
+        lambda out: edit(out, "config.json", rms_norm_eps=0.1), "config.json: size or sha256", "config.json: differs"
+    ),
+    "file linked": (lambda out: link(out / "config.json"), "config.json: no plain file", ""),
+    "index to elsewhere": (
+        lambda out: (out / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x.safetensors"}}'),
+        "model.safetensors.index.json: not listed", "does not list the tensors",
+    ),
+}  # fmt: skip
+
+
+def refit_manifest(out: Path) -> None:
+    """Edit the manifest so that it fits the files as they are now."""
+    manifest = json.loads((out / MANIFEST).read_bytes())
+    manifest["files"] = {name: record_of(out / name).model_dump() for name in file_names(out)}
+    (out / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("consistently", [False, True])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_tampering_is_refuted_by_name(llama: Checkpoint, out: Path, fault: str, consistently: bool) -> None:
+    tamper, message, refitted = FAULTS[fault]
+    tamper(out)
+    if consistently:
+        refit_manifest(out)
+        if fault in {"file linked", "weights gone"}:
+            pytest.skip("a manifest that fits says so itself, or cannot be told from the file")
+    verdict = verify(out, llama, static_only=True)
+    assert (verdict.status, verdict.exit_code) == ("refuted", 1)
+    assert (refitted or message if consistently else message) in details(verdict)
+
+
+@pytest.mark.parametrize("fault", ["erased tensor back", "stale shard", "byte flipped", "bin twin", "file linked"])
+def test_without_the_source_digests_still_tell(out: Path, fault: str) -> None:
+    FAULTS[fault][0](out)
+    assert verify(out, None).status == "refuted"
+
+
+def test_an_edited_manifest_is_refuted(llama: Checkpoint, out: Path, plan: Plan) -> None:
+    manifest = json.loads((out / MANIFEST).read_bytes())
+    manifest["plan"]["rewrites"] = manifest["plan"]["rewrites"][1:]
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    assert "plan digest: collapse.json: the plan was edited" in details(verify(out, llama, static_only=True))
+    manifest["plan_digest"] = Plan.model_validate(manifest["plan"]).digest
+    (out / MANIFEST).write_text(json.dumps(manifest))
+    assert "old.bias: a tensor that must survive is missing" in details(verify(out, llama, static_only=True))
+    put_back(out, torch.arange(1.0, 6.0))
+    refit_manifest(out)
+    assert verify(out, llama, static_only=True).status == "verified", "an honest output of another plan"
+    assert "expected plan: collapse.json" in details(verify(out, llama, plan=plan, static_only=True))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1", '{"format": "collapse-manifest/9"}'])
+def test_a_broken_manifest_is_refuted(llama: Checkpoint, out: Path, text: str) -> None:
+    (out / MANIFEST).write_text(text)
+    verdict = verify(out, llama, samples=[[1]])
+    assert [found.name for found in verdict.failures] == ["manifest"]
+
+
+def test_another_source_is_refuted(out: Path, tmp_path: Path) -> None:
+    other = tiny_gpt2(tmp_path / "other")
+    assert "the source is another than the plan's" in details(verify(out, other, static_only=True))
+
+
+def test_what_was_not_run_is_not_verified(llama: Checkpoint, out: Path) -> None:
+    assert (verify(out, None).status, verify(out, None).exit_code) == ("inconclusive", 2)
+    assert verify(out, llama).status == "inconclusive"
+    assert verify(out, llama, static_only=True).status == "verified"
+
+
+# Known-wrong rewrites: the files are taken as they are, and running the model must tell.
+
+
+def run(out: Path, llama: Checkpoint, plan: Plan, ids: Sequence[Sequence[int]]) -> Verdict:
+    checks, example = dynamic_checks(out, llama, plan, ids, settings=SMALL)
+    return Verdict(checks=checks, counterexample=example)
+
+
+def shift_rows(out: Path) -> None:
+    tensors = load_file(out / WEIGHTS)
+    tensors[EMBEDDING] = tensors[EMBEDDING].roll(1, 0)
+    save_file(tensors, out / WEIGHTS, {"format": "pt"})
+
+
+WRONG: dict[str, Callable[[Path], object]] = {
+    "two rows swapped": lambda out: swap_rows(out, 3, 4),
+    "ids shifted by one": shift_rows,
+    "activation": lambda out: edit(out, "config.json", hidden_act="gelu"),
+    "rope theta": lambda out: edit(out, "config.json", rope_parameters={"rope_type": "default", "rope_theta": 9999.0}),
+    "untied": lambda out: edit(out, "config.json", tie_word_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_known_wrong_rewrites_are_refuted_by_running(llama: Checkpoint, out: Path, plan: Plan, wrong: str) -> None:
+    ids = samples(KEPT, 24, 10)
+    WRONG[wrong](out)
+    verdict = run(out, llama, plan, ids)
+    assert verdict.status == "refuted"
+    if wrong == "untied":
+        assert "missing lm_head.weight" in check(verdict, "load").detail
+        return
+    assert check(verdict, "logits: prefill").passed is False
+    example = verdict.counterexample
+    assert example is not None and example["ids"] in ids
+    assert example["id"] in KEPT and example["expected"] != example["found"]
+
+
+def test_a_dropped_row_that_is_used_is_refuted(llama: Checkpoint, out: Path, plan: Plan) -> None:
+    verdict = run(out, llama, plan, [[5, 6], [7, 41, 8]])
+    assert details(verdict) == "samples: sample 1 has token 41 at position 1, which the output does not have"
+    assert verdict.counterexample == {
+        "check": "samples", "ids": [7, 41, 8], "position": 1, "expected": 41, "found": None
+    }  # fmt: skip
+
+
+def test_a_certified_claim_may_leave_some_samples_out(llama: Checkpoint, out: Path, plan: Plan) -> None:
+    evidence = Evidence(grade="certified", claim="c", method="m")
+    narrow = plan.rewrites[1].model_copy(update={"evidence": evidence})
+    certified = plan.model_copy(update={"rewrites": (plan.rewrites[0], narrow)})
+    verdict = run(out, llama, certified, [[5, 6, 9], [7, 41, 8]])
+    assert check(verdict, "samples").figures == {"samples": 2, "outside": 1}
+    assert check(verdict, "samples").passed
+    assert run(out, llama, certified, [[41]]).status == "refuted"
+
+
+def test_erasing_a_weight_that_is_read_is_refuted(llama: Checkpoint, tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    out = export(llama, plan_for(llama, erase(name, "old.bias")), tmp_path / "out").root
+    verdict = verify(out, llama, samples=samples(KEPT, 12), settings=SMALL)
+    assert f"missing {name}" in check(verdict, "load").detail
+    assert verdict.status == "refuted"
+
+
+def test_a_config_that_does_not_fit_the_tensors_is_refuted(llama: Checkpoint, tmp_path: Path) -> None:
+    plan = plan_for(llama, vocabulary(KEPT, EMBEDDING, config={"vocab_size": 64}))
+    out = export(llama, plan, tmp_path / "out").root
+    verdict = verify(out, llama, samples=samples(KEPT, 12), settings=SMALL)
+    assert (verdict.status, [found.name for found in verdict.failures]) == ("refuted", ["load"])
+
+
+def test_a_source_with_weights_missing_proves_nothing(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source")
+    tensors = load_file(source.root / WEIGHTS)
+    del tensors["model.norm.weight"]
+    save_file(tensors, source.root / WEIGHTS, {"format": "pt"})
+    source = Checkpoint.open(source.root)
+    out = export(source, plan_for(source), tmp_path / "out").root
+    with pytest.raises(CheckpointError, match=r"no fitting model\.norm\.weight in the source"):
+        verify(out, source, samples=[[1, 2]])
+
+
+def test_a_switch_without_effect_is_verified_and_one_with_effect_is_not(llama: Checkpoint, tmp_path: Path) -> None:
+    for value, status in ((1e-6, "verified"), (1e-2, "refuted")):
+        switch = Specialise(**{"pass": "p"}, site="norm", evidence=PROVED, config={"rms_norm_eps": value})
+        out = export(llama, plan_for(llama, switch), tmp_path / status).root
+        assert verify(out, llama, samples=samples(KEPT, 12), settings=SMALL).status == status
+
+
+# The comparisons themselves.
+
+
+def block(reference: list[float], found: list[float]) -> Block:
+    return Block((1, 2), (1,), torch.tensor([reference]), torch.tensor([found]))
+
+
+@pytest.mark.parametrize(
+    ("reference", "found", "passed"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.0], [1.0, 2.0 + 1.2e-5], True),
+        ([1.0, 2.0], [1.0, 2.0 + 1.4e-5], False),
+        ([1.0, float("nan")], [1.0, float("nan")], False),
+        ([1.0, 2.0], [1.0, float("nan")], False),
+        ([1.0, float("-inf")], [1.0, float("-inf")], True),
+        ([1.0, float("-inf")], [1.0, float("inf")], False),
+        ([1.0, float("inf")], [1.0, 2.0], False),
+    ],
+)
+def test_logits_agree_within_the_tolerance_only(reference: list[float], found: list[float], passed: bool) -> None:
+    outcome, example = compare_logits("x", [block(reference, found)], EQ, [10, 20])
+    assert (outcome.passed, example is None) == (passed, passed)
+    assert example is None or (example["id"], example["position"]) == (20, 1)
+
+
+@pytest.mark.parametrize(
+    ("expected", "margins", "found", "passed", "figures"),
+    [
+        ((4, 5, 6), (9.0, 9.0, 9.0), (0, 1, 2), True, (1, 0, 0, 3)),
+        ((4, 5, 6), (9.0, 9.0, 9.0), (0, 2, 2), False, (0, 0, 0, 1)),
+        ((4, 5, 6), (9.0, 0.1, 9.0), (0, 2, 0), True, (0, 0, 1, 1)),
+        ((4, 7, 6), (9.0, 9.0, 9.0), (0, 2, 0), True, (0, 1, 0, 1)),
+        ((7, 5, 6), (9.0, 9.0, 9.0), (0, 2, 0), None, (0, 1, 0, 0)),
+    ],
+)
+def test_greedy_is_compared_up_to_the_first_token_outside_or_a_near_tie(
+    expected: tuple[int, ...], margins: tuple[float, ...], found: tuple[int, ...], passed: bool | None, figures: tuple
+) -> None:
+    pair = (Continuation((1,), expected, margins), Continuation((1,), found, margins))
+    outcome, example = compare_greedy("g", [pair], [4, 5, 6], 0.2, frozenset({4, 5, 6}))
+    assert outcome.passed is passed
+    assert tuple(outcome.figures[name] for name in ("stayed", "left", "near_ties", "tokens")) == figures
+    assert (example is not None) == (passed is False)
+
+
+def test_a_job_looks_at_bounded_positions_and_cuts_at_the_context() -> None:
+    ids = [list(range(50)), [1, 2, 3], [4]]
+    job = make_job(ids, columns=10, context=20, settings=Settings(logit_bytes=4 * 10 * 3 * 5, cached=1, padded=0))
+    assert [len(sequence) for sequence in job.sequences] == [20, 3, 1]
+    assert job.positions[1:] == ((0, 1, 2), (0,))
+    assert set(job.positions[0]) == {3, 7, 11, 15, 19} | {cut - 1 for cut in cuts(20, 4)}
+    assert all(len(prompt) <= 4 for group in job.prompts for prompt in group), "16 new tokens have room"
+
+
+# The command.
+
+
+def test_the_command_exits_with_the_verdict(command: Command, llama: Checkpoint, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text(json.dumps(samples(KEPT, 12, 6)))
+    base = ("verify", out, "--source", llama.root)
+    found = command(*base, "--ids", tmp_path / "ids.json", "--new", 3, "--json")
+    value = json.loads(found.out)
+    assert (found.code, value["status"]) == ({"verified": 0, "inconclusive": 2}[value["status"]], value["status"])
+    assert "logits: cache" in [entry["name"] for entry in value["checks"]]
+    quick = command(*base, "--quick")
+    assert (quick.code, "verified (files only" in quick.out) == (0, True)
+    assert command("verify", out).code == 2
+    flip(out)
+    quick = command(*base, "--quick")
+    assert (quick.code, "FAIL  tensor bytes" in quick.out) == (1, True)
+
+
+def test_samples_are_drawn_from_the_schemas_tokens(command: Command, llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, erase("old.bias")), tmp_path / "out").root
+    found = command("verify", out, "--source", llama.root, "--prompts", 2, "--new", 2)
+    assert (found.code, found.out.splitlines()[-1]) == (0, "verified")
+    assert "8 of 8 samples" in found.out
+
+
+@pytest.mark.parametrize("text", ["[]", "[[]]", '[["a"]]', "{", "[[1.5]]"])
+def test_bad_samples_are_one_line(command: Command, llama: Checkpoint, out: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "ids.json").write_text(text)
+    found = command("verify", out, "--source", llama.root, "--ids", tmp_path / "ids.json")
+    assert (found.code, found.err.count("\n")) == (2, 1)
+
+
+def test_manifest_lists_every_file(exported: Path) -> None:
+    assert set(load_manifest(exported).files) == {WEIGHTS, "config.json", "generation_config.json"}
