@@ -39,7 +39,7 @@ class Cost:
         weight_bytes_per_decode_token: bytes of weights that such a step reads; of an embedding one row.
         params: number of parameters, tied ones once.
         bytes: bytes of parameters and saved buffers, tied ones once.
-        modules: the same for every module path, children included.
+        modules: the same for every module path, children included; a tied tensor is in each that holds it.
     """
 
     prefill_flops: int = 0
@@ -80,6 +80,15 @@ def module_of(node: fx.Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
+def execution_order(program: Program) -> tuple[str, ...]:
+    """Return the paths of all modules in the order in which the graph enters them."""
+    seen: dict[str, None] = {}
+    for node in program.graph.graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        seen.update((str(path), None) for path, _ in stack.values() if path)
+    return tuple(seen)
+
+
 def with_ancestors(module: str) -> tuple[str, ...]:
     """Return the path itself and those of all modules around it, without the model's own empty path."""
     parts = module.split(".") if module else []
@@ -118,11 +127,11 @@ def cost(
     prefill, step = calls(program, prompt)
     sums: dict[str, dict[str, int]] = {"": {}}
     for work in matrix_work(program, prefill):
-        _add(sums, work.module, "prefill_flops", work.for_last_position(causal=False))
-        _add(sums, work.module, "prefill_flops_causal", work.for_last_position(causal=True))
+        _add(sums, [work.module], "prefill_flops", work.for_last_position(causal=False))
+        _add(sums, [work.module], "prefill_flops_causal", work.for_last_position(causal=True))
     stepper = decode or program
     for work in matrix_work(stepper, step):
-        _add(sums, work.module, "decode_flops_per_token", work.flops)
+        _add(sums, [work.module], "decode_flops_per_token", work.flops)
     _add_memory(sums, stepper, step, element_bytes, kv_element_bytes)
     modules = {module: _cost(values) for module, values in sorted(sums.items()) if module}
     return _cost(sums[""], modules)
@@ -145,17 +154,18 @@ def _add_memory(
     kv_element_bytes: float | None,
 ) -> None:
     for name, count in parameter_counts(program).items():
-        _add(sums, _owner(name), "params", count)
+        _add(sums, _owners(program, name), "params", count)
     for name, count in parameter_bytes(program, element_bytes).items():
-        _add(sums, _owner(name), "bytes", count)
+        _add(sums, _owners(program, name), "bytes", count)
     for name, count in weight_reads(program, shape_reader(program, step), element_bytes).items():
-        _add(sums, _owner(name), "weight_bytes_per_decode_token", count)
+        _add(sums, _owners(program, name), "weight_bytes_per_decode_token", count)
     for node, count in kv_bytes(program, element_bytes, kv_element_bytes):
-        _add(sums, module_of(node), "kv_bytes_per_token", count)
+        _add(sums, [module_of(node)], "kv_bytes_per_token", count)
 
 
-def _add(sums: dict[str, dict[str, int]], module: str, figure: str, count: int) -> None:
-    for path in ("", *with_ancestors(module)):
+def _add(sums: dict[str, dict[str, int]], modules: Iterable[str], figure: str, count: int) -> None:
+    """Add to the modules and all around them, to each once, and to the whole."""
+    for path in dict.fromkeys(("", *(path for module in modules for path in with_ancestors(module)))):
         values = sums.setdefault(path, {})
         values[figure] = values.get(figure, 0) + count
 
@@ -164,8 +174,9 @@ def _cost(values: Mapping[str, int], modules: Mapping[str, Cost] | None = None) 
     return replace(Cost(), modules=modules or {}, **values)
 
 
-def _owner(tensor: str) -> str:
-    return tensor.rpartition(".")[0]
+def _owners(program: Program, tensor: str) -> list[str]:
+    """Return the modules that hold the tensor under any of its tied names."""
+    return [name.rpartition(".")[0] for name in program.aliases(tensor)]
 
 
 def _work(node: fx.Node, shape: ShapeOfNode, call: Call, is_head: bool, is_square: bool) -> Work:

@@ -18,6 +18,7 @@ from collapse.trace import Program, size_of
 
 Size = int | torch.SymInt
 SizeOf = Callable[[Any], int]
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def size_reader(program: Program, call: Call) -> SizeOf:
     if traced == call:
         return int
     if not stands_out(program, traced) or traced.batch != call.batch:
-        raise UnsupportedError(f"the program was traced for {traced}, which says nothing about {call}", where="trace")
+        what = f"a static program traced for {traced} says nothing about {call}"
+        raise UnsupportedError(what, where="trace", fix="trace it with dynamic=True")
     factors = ((traced.new, call.new), (traced.total, call.total), (traced.past, call.past))
 
     def rescale(size: Size) -> int:
@@ -114,18 +116,12 @@ def shape_reader(program: Program, call: Call) -> Callable[[fx.Node], tuple[int,
         return views[node]
 
     def shape(node: fx.Node) -> tuple[int, ...]:
-        value = fresh(node)
-        found = node.meta["val"] if value is None else value
-        return tuple(size(dimension) for dimension in found.shape)
+        weight = fresh(node)
+        if weight is not None:
+            return tuple(weight.shape)
+        return tuple(size(dimension) for dimension in node.meta["val"].shape)
 
     return shape
-
-
-def weight_source(node: fx.Node) -> fx.Node | None:
-    """Return the placeholder that `node` is, or is a chain of single-input operators of."""
-    while node.op == "call_function" and len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    return node if node.op == "placeholder" else None
 
 
 def _evaluate_view(
@@ -139,5 +135,7 @@ def _evaluate_view(
     source = fresh(inputs[0])
     if source is None or not all(result.alias_info for result in node.target._schema.returns):
         return None
-    value = node.target(source, *node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "device"})
+    rest = [META if isinstance(argument, torch.device) else argument for argument in node.args[1:]]
+    named = {name: argument for name, argument in node.kwargs.items() if name != "device"}
+    value = node.target(source, *rest, **named)
     return value if isinstance(value, torch.Tensor) else None
