@@ -96,12 +96,12 @@ def test_an_unknown_schema_field(refuse):
 
 
 def test_a_wrong_schema_value(refuse):
-    refuse("log, json, code", arguments=("--schema", '{"type": "logs"}'))
+    refuse("'log', 'json', 'code' or 'text'", arguments=("--schema", '{"type": "logs"}'))
 
 
 def test_an_empty_corpus(refuse, tmp_path):
     (tmp_path / "empty.log").write_text("")
-    refuse("empty.log", arguments=("--schema", "log", "--corpus", tmp_path / "empty.log"))
+    refuse("there is no text in it", arguments=("--schema", "log", "--corpus", tmp_path / "empty.log"))
 
 
 def test_a_corpus_that_breaks_the_schema(refuse, tmp_path):
