@@ -115,10 +115,9 @@ def _table(cost: Any, modules: Any, prompt: int) -> Any:
     for title in ("times", "params", "prefill FLOPs", "decode FLOPs"):
         table.add_column(title, justify="right")
     for item in modules:
-        depth = item.path.count(".")
-        figures = item.before
-        name = "  " * depth + item.path.rpartition(".")[2] if depth else item.path
-        table.add_row(name, item.type, str(item.count), *map(short, _shown(figures)))
+        around = [other.path for other in modules if item.path.startswith(f"{other.path}.")]
+        own = item.path.removeprefix(f"{max(around, key=len)}.") if around else item.path
+        table.add_row("  " * len(around) + own, item.type, str(item.count), *map(short, _shown(item.before)))
     table.add_section()
     table.add_row("whole model", "", "1", *map(short, _shown(cost)))
     return table

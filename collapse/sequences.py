@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,7 @@ from collapse.corpus import Split, sample_tokens
 from collapse.errors import UnsupportedError
 from collapse.schema import InputSchema
 
-CALIBRATION, HELD_OUT = 24, 64
-LENGTH = 256
+CALIBRATION, HELD_OUT = 12, 64
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 Ids = tuple[int, ...]
@@ -42,8 +41,12 @@ def context_length(config: dict[str, Any]) -> int | None:
 
 
 def sequence_length(checkpoint: Checkpoint, schema: InputSchema) -> int:
-    """Return the length of the sequences to run: the least of schema bound, model context and `LENGTH`."""
-    bounds = [schema.max_tokens, context_length(dict(checkpoint.config)), LENGTH]
+    """Return the length of the sequences to run: the longest request of the schema that the model takes.
+
+    Modules can be dead in short contexts and alive in long ones, so short sequences would say too much.
+    """
+    request = schema.workload.prompt + (schema.workload.new if schema.task == "generate" else 0)
+    bounds = [schema.max_tokens or request, context_length(dict(checkpoint.config))]
     return min(bound for bound in bounds if bound is not None)
 
 
@@ -65,7 +68,8 @@ def encoder(checkpoint: Checkpoint) -> Callable[[str], Ids]:
 def sequences(checkpoint: Checkpoint, schema: InputSchema, split: Split | None, seed: int = 0) -> Sequences:
     """Return sequences of the corpus split, or of the schema's own ids where there is no corpus.
 
-    Blocks are taken evenly over each side and cut to `sequence_length`.
+    A sequence starts at a block, goes on through the following blocks of the same side, and is cut at
+    `sequence_length`; the starts are spread evenly.
     """
     length = sequence_length(checkpoint, schema)
     if split is None:
@@ -74,17 +78,20 @@ def sequences(checkpoint: Checkpoint, schema: InputSchema, split: Split | None, 
         return Sequences(tuple(ids[:CALIBRATION]), tuple(ids[CALIBRATION:]))
     encode = encoder(checkpoint)
     return Sequences(
-        _cut(evenly(split.calibration, CALIBRATION), encode, length),
-        _cut(evenly(split.held_out, HELD_OUT), encode, length),
+        tuple(cut(split.calibration, CALIBRATION, encode, length)),
+        tuple(cut(split.held_out, HELD_OUT, encode, length)),
     )
 
 
-def evenly(items: Sequence[str], count: int) -> list[str]:
-    """Return at most `count` items, spread evenly over the sequence."""
-    if len(items) <= count:
-        return list(items)
-    return [items[i * len(items) // count] for i in range(count)]
-
-
-def _cut(texts: Iterable[str], encode: Callable[[str], Ids], length: int) -> tuple[Ids, ...]:
-    return tuple(ids for text in texts if (ids := encode(text)[:length]))
+def cut(blocks: Sequence[str], count: int, encode: Callable[[str], Ids], length: int) -> Iterator[Ids]:
+    """Yield at most `count` sequences of `length` tokens, or of as many as the blocks from a start on have."""
+    count = min(count, len(blocks))
+    for number in range(count):
+        start = number * len(blocks) // count
+        stop = start + 1
+        ids = encode(blocks[start])
+        while len(ids) < length and stop < len(blocks):
+            stop += 1
+            ids = encode("".join(blocks[start:stop]))
+        if ids:
+            yield ids[:length]

@@ -27,7 +27,7 @@ def split(text: str) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(vocab_size: int, context: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on the training part of every domain."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -41,7 +41,11 @@ def train_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     texts = [split(text)[0] for domain in DOMAINS for text in documents(domain)]
     bpe.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=END, pad_token=PAD, clean_up_tokenization_spaces=False
+        tokenizer_object=bpe,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
     )
 
 

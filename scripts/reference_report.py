@@ -30,7 +30,7 @@ def measure(folder: Path, other_text: Path) -> dict[str, Any]:
     figures: dict[str, Any] = {
         "parameters": sum(value.numel() for value in model.parameters()),
         "bytes": sum(path.stat().st_size for path in folder.iterdir()),
-        "thresholds_nats": [round(float(bias.threshold), 4) for bias in _biases(model)],
+        "thresholds_nats": [round(bias.threshold.item(), 4) for bias in _biases(model)],
         "samples": {},
         "other_text": {},
     }

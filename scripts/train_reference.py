@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from collapse.canonical import digest, dumps
 from collapse.models import AdaptiveLlamaConfig, AdaptiveLlamaForCausalLM
@@ -103,6 +104,13 @@ def highest_entropy(model: AdaptiveLlamaForCausalLM, logs: Tensor, context: int)
     return max(float(position_entropy(part + 1, settings).max()) for part in rows.split(64))
 
 
+def training_ceiling(folder: Path, recipe: Recipe) -> float:
+    """Return what the hinge held the thresholds above, for the model and tokenizer in `folder`."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    logs = stream(tokenizer, [split(text)[0] for text in documents("log")])
+    return highest_entropy(AutoModelForCausalLM.from_pretrained(folder), logs, recipe.context)
+
+
 def language_loss(model: AdaptiveLlamaForCausalLM, rows: Tensor, start: Tensor, length: int) -> Tensor:
     """Return the mean loss, nats a token, of `length` tokens of each row from `start` on."""
     entropy = position_entropy(rows + 1, model.config.entropy_settings)
@@ -164,7 +172,7 @@ def main() -> None:
         print("already trained by this recipe; --force trains again")
         return
     if not options.measure:
-        tokenizer = train_tokenizer(recipe.vocab_size)
+        tokenizer = train_tokenizer(recipe.vocab_size, recipe.context)
         parts = {name: [split(text)[0] for text in texts] for name, texts in samples.items()}
         model = build(recipe)
         history = train(model, {name: stream(tokenizer, texts) for name, texts in parts.items()}, recipe)
@@ -173,6 +181,7 @@ def main() -> None:
         tokenizer.save_pretrained(options.output)
         report = {"made_from": made_from, "recipe": asdict(recipe), "training": history}
     report["measured"] = measure(options.output, options.other_text)
+    report["measured"]["training_logs_entropy_max"] = round(training_ceiling(options.output, recipe), 4)
     options.report.parent.mkdir(parents=True, exist_ok=True)
     options.report.write_text(dumps(report), encoding="utf-8")
     print(f"report: {options.report.name}")

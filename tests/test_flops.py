@@ -227,6 +227,18 @@ def test_a_rewritten_program_is_counted_by_the_same_counter(program: Program, fo
     assert "model.layers.1.mlp" not in after.modules
 
 
+def test_a_dynamic_program_is_counted_by_its_symbols_rewritten_or_not() -> None:
+    config = llama(num_hidden_layers=1)
+    dynamic = trace(config, dynamic=True)
+    before = cost(dynamic, prompt=PROMPT, element_bytes=2)
+    assert before == cost_of_config(config, prompt=PROMPT).cost
+    cut = _rewrite(ShortCircuit, site="model.layers.0.mlp", by="zero", tensors=())
+    fields = {"source": "s", "model_type": "llama", "schema": {}, "schema_digest": "d", "rewrites": [cut]}
+    after = cost(rewrite_program(dynamic, Plan.model_validate(fields)), prompt=PROMPT, element_bytes=2)
+    assert before.prefill_flops - after.prefill_flops == PROMPT * 2 * 3 * 48 * 80
+    assert before.decode_flops_per_token - after.decode_flops_per_token == 2 * 3 * 48 * 80
+
+
 def _state(model: torch.nn.Module) -> tuple[list[str], list[tuple[int, int, bool]]]:
     hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks), m.training) for m in model.modules()]
     return sorted(dict(model.named_buffers())) + sorted(model.state_dict()), hooks

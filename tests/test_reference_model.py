@@ -268,7 +268,11 @@ def test_one_trace_serves_every_length_and_an_empty_cache(ids: torch.Tensor) -> 
     }
     mask = torch.ones(2, 60, dtype=torch.int64)
     mask[0, :5] = 0
-    inputs = {"input_ids": ids[:, 8:11], "attention_mask": mask[:, :11].contiguous(), "cache": cache}
+    inputs = {
+        "input_ids": ids[:, 8:11].contiguous(),
+        "attention_mask": mask[:, :11].contiguous(),
+        "cache": cache,
+    }
     result = DynamoExporter().export(model, inputs, config=DynamoConfig(dynamic=True, dynamic_shapes=shapes))
     exported = getattr(result, "program", result)
     whole = model(ids, attention_mask=mask).logits

@@ -18,6 +18,7 @@ from collapse.trace import Program, size_of
 
 Size = int | torch.SymInt
 SizeOf = Callable[[Any], int]
+META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -134,5 +135,7 @@ def _evaluate_view(
     source = fresh(inputs[0])
     if source is None or not all(result.alias_info for result in node.target._schema.returns):
         return None
-    value = node.target(source, *node.args[1:], **{k: v for k, v in node.kwargs.items() if k != "device"})
+    rest = [META if isinstance(argument, torch.device) else argument for argument in node.args[1:]]
+    named = {name: argument for name, argument in node.kwargs.items() if name != "device"}
+    value = node.target(source, *rest, **named)
     return value if isinstance(value, torch.Tensor) else None

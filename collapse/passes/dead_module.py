@@ -161,6 +161,7 @@ def _bound_figures(context: Context, options: DeadModule, effect: JointEffect) -
         "relative_tolerance": options.tolerance.rtol,
         "calibration_sequences": len(context.sequences.calibration),
         "held_out_sequences": effect.sequences,
+        "longest_sequence": max(map(len, context.sequences.held_out)),
         "held_out_violations": effect.violations,
         "largest_logit_difference": effect.largest,
         "share_violating_at_most": clopper_pearson(effect.violations, effect.sequences, DELTA),
@@ -180,7 +181,8 @@ def _rewrite(
     tensors = tuple(sorted(tensor for tensor in context.checkpoint.tensors if tensor.startswith(prefix)))
     evidence = Evidence(
         grade="certified",
-        claim=f"replacing {candidate.site} by {candidate.by} leaves every logit within tolerance on in-schema text",
+        claim=f"replacing {candidate.site} by {candidate.by} leaves every logit within tolerance on in-schema text "
+        f"of up to {figures['longest_sequence']} tokens",
         method="exact comparison on held-out sequences; Clopper-Pearson bound on the share that would differ",
         figures={**candidate.figures, **figures},
     )

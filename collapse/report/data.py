@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from collapse.analysis.flops import Cost, execution_order
 from collapse.canonical import dumps
 from collapse.errors import CollapseError
 from collapse.plan import Evidence, Grade, Plan, Record, Skipped, first_problem
 from collapse.report.folding import fold
 from collapse.schema import Workload
-from collapse.trace import Program
 from collapse.verdict import Check, Status, Verdict
+
+if TYPE_CHECKING:  # a report is read and drawn without torch
+    from collapse.analysis.flops import Cost
+    from collapse.trace import Program
 
 State = Literal["kept", "narrowed", "removed"]
 
@@ -187,6 +189,8 @@ def common_sizes(dimensions: Sequence[int], limit: int = 64) -> tuple[int, ...]:
 
 def modules_of(before: Cost, after: Cost, program: Program) -> tuple[Module, ...]:
     """Return every module that costs something, in the order in which it runs, equal layers folded."""
+    from collapse.analysis.flops import execution_order
+
     order = {path: index for index, path in enumerate(execution_order(program))}
     costly = [path for path in before.modules if program.module_types.get(path) != "ModuleList"]
     paths = sorted(costly, key=lambda path: (order.get(path, len(order)), path))
@@ -200,7 +204,8 @@ def modules_of(before: Cost, after: Cost, program: Program) -> tuple[Module, ...
 def _pair(
     path: str, before: Mapping[str, Cost], after: Mapping[str, Cost], types: Mapping[str, str]
 ) -> tuple[str, Figures, Figures]:
-    return types.get(path, ""), Figures.of(before[path]), Figures.of(after.get(path, Cost()))
+    left = Figures.of(after[path]) if path in after else Figures()
+    return types.get(path, ""), Figures.of(before[path]), left
 
 
 def notes(plan: Plan, before: Figures, after: Figures) -> tuple[str, ...]:

@@ -32,11 +32,14 @@ def draw_samples(
 
 
 def inside(drawn: Sequences, plan: Plan, count: int) -> list[list[int]]:
-    """Return the longest stretch of every held-out sequence whose tokens the plan keeps, `count` of the longest."""
+    """Return `count` stretches of held-out sequences whose tokens the plan keeps: the longest, one of them whole.
+
+    The others are cut to `SAMPLE_LENGTH`.
+    """
     narrow = token_narrow(plan)
     kept = None if narrow is None else frozenset(narrow.kept)
-    stretches = [longest_run(ids, kept)[:SAMPLE_LENGTH] for ids in drawn.held_out]
-    return sorted((run for run in stretches if run), key=len, reverse=True)[:count]
+    stretches = sorted((longest_run(ids, kept) for ids in drawn.held_out), key=len, reverse=True)[:count]
+    return [run if number == 0 else run[:SAMPLE_LENGTH] for number, run in enumerate(stretches) if run]
 
 
 def longest_run(ids: Sequence[int], kept: frozenset[int] | None) -> list[int]:

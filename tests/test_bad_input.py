@@ -1,0 +1,173 @@
+"""Every mistake gets one line that says what, where and what to do, exit code 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.architectures import save_tiny
+from tests.command import command  # noqa: F401  (a fixture)
+from tests.test_export import LOG, TINY, digest_tree, save_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    root = save_tiny("llama", tmp_path / "model", bos_token_id=0, eos_token_id=1, **TINY)
+    save_tokenizer(root)
+    return root
+
+
+@pytest.fixture
+def refuse(command, model, tmp_path):  # noqa: F811
+    """Export must fail with exit code 2 and one line that has all of `words`; the source stays as it is."""
+
+    def check(*words: str, source: object = model, arguments: tuple[object, ...] = ()):
+        before = digest_tree(model)
+        found = command("export", source, "-o", tmp_path / "out", *(arguments or ("--schema", json.dumps(LOG))))
+        assert found.code == 2, found
+        assert found.out == ""
+        lines = found.err.strip().splitlines()
+        assert len(lines) == 1 and lines[0].startswith("collapse: "), found.err
+        for word in words:
+            assert word in lines[0]
+        assert not (tmp_path / "out").exists()
+        assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+        assert digest_tree(model) == before
+
+    return check
+
+
+def corrupt(model: Path, change) -> None:
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    path.write_bytes(change(data))
+
+
+def test_a_missing_directory(refuse, tmp_path):
+    refuse("no such model", "nowhere", source=tmp_path / "nowhere")
+
+
+def test_no_causal_model(refuse, model):
+    config = {"model_type": "t5", "d_model": 8, "num_layers": 1, "num_heads": 1, "d_ff": 8, "vocab_size": 900}
+    (model / "config.json").write_text(json.dumps(config))
+    refuse("t5", "no causal LM")
+
+
+def test_an_unknown_model_type(refuse, model):
+    (model / "config.json").write_text(json.dumps({"model_type": "never-heard-of"}))
+    refuse("never-heard-of")
+
+
+def test_a_config_that_asks_for_remote_code(refuse, model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModelForCausalLM": "evil.Model"}}))
+    refuse("remote code")
+
+
+def test_a_corrupt_header(refuse, model):
+    corrupt(model, lambda data: data[:8] + b"\xff" * 40 + data[48:])
+    refuse("header is damaged", "model.safetensors")
+
+
+def test_a_truncated_file(refuse, model):
+    corrupt(model, lambda data: data[:-100])
+    refuse("cut short", "model.safetensors")
+
+
+def test_bytes_after_the_data(refuse, model):
+    corrupt(model, lambda data: data + b"hidden")
+    refuse("6 bytes after the data")
+
+
+def test_pickled_weights_only(refuse, model):
+    (model / "model.safetensors").unlink()
+    torch.save({}, model / "pytorch_model.bin")
+    refuse("pickled weights", "pytorch_model.bin")
+
+
+def test_an_unknown_schema_field(refuse):
+    refuse("max_tokenz", arguments=("--schema", '{"type": "log", "max_tokenz": 5}'))
+
+
+def test_a_wrong_schema_value(refuse):
+    refuse("'log', 'json', 'code' or 'text'", arguments=("--schema", '{"type": "logs"}'))
+
+
+def test_an_empty_corpus(refuse, tmp_path):
+    (tmp_path / "empty.log").write_text("")
+    refuse("there is no text in it", arguments=("--schema", "log", "--corpus", tmp_path / "empty.log"))
+
+
+def test_a_corpus_that_breaks_the_schema(refuse, tmp_path):
+    (tmp_path / "long.log").write_text("short\n" + "x" * 200 + "\n")
+    schema = '{"type": "log", "max_line_length": 120}'
+    refuse("long.log", "200", "120", arguments=("--schema", schema, "--corpus", tmp_path / "long.log"))
+
+
+def test_a_corpus_that_is_not_text(refuse, tmp_path):
+    (tmp_path / "binary.log").write_bytes(b"line\n\xff\xfe\x00")
+    refuse("binary.log", arguments=("--schema", "log", "--corpus", tmp_path / "binary.log"))
+
+
+def test_an_unknown_stage(refuse):
+    refuse("unknown stage 'melt'", "fuse, short-circuit, erase", arguments=("--schema", "log", "--stage", "melt"))
+
+
+def test_an_unknown_pass(refuse):
+    refuse("unknown pass 'magic'", "vocabulary", arguments=("--schema", "log", "--pass", "magic"))
+
+
+def test_a_plan_that_is_none(refuse, tmp_path):
+    (tmp_path / "plan.json").write_text('{"format": "collapse-plan/1"}')
+    refuse("plan.json", "field", arguments=("--plan", tmp_path / "plan.json"))
+
+
+def test_an_output_that_collapse_did_not_make_survives_even_force(command, model, tmp_path):  # noqa: F811
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    for force in ((), ("--force",)):
+        found = command("export", model, "-o", precious, "--schema", json.dumps(LOG), *force)
+        assert found.code == 2
+        assert (precious / "thesis.txt").read_text() == "years of work"
+        assert [p.name for p in precious.iterdir()] == ["thesis.txt"]
+
+
+def test_an_output_inside_the_source(command, model):  # noqa: F811
+    before = digest_tree(model)
+    found = command("export", model, "-o", model / "out", "--schema", json.dumps(LOG))
+    assert (found.code, digest_tree(model)) == (2, before)
+    assert "overlaps the source" in found.err
+
+
+def test_a_full_disk_leaves_nothing_behind(model, tmp_path):
+    limit = 40_000  # bytes of one file: less than the weights, more than any other file that is written first
+
+    def restrict() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    assert (model / "model.safetensors").stat().st_size > limit
+    before = digest_tree(model)
+    root = Path(__file__).resolve().parent.parent
+    arguments = [sys.executable, "-m", "collapse", "export", str(model), "-o", str(tmp_path / "out"), "--quiet"]
+    done = subprocess.run(
+        [*arguments, "--schema", json.dumps(LOG)], cwd=root, capture_output=True, text=True, preexec_fn=restrict
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.strip().startswith("collapse: ") and "cannot be written" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model"]
+    assert digest_tree(model) == before
+
+
+@pytest.mark.parametrize("arguments", [("export",), ("nonsense",), ("export", "m", "--no-such-option")])
+def test_wrong_usage_is_shown_with_exit_code_2(command, arguments):  # noqa: F811
+    found = command(*arguments)
+    assert found.code == 2
+    assert "Traceback" not in found.err
