@@ -6,6 +6,7 @@ the grown cache. One program therefore stands for prefill (empty cache), chunked
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import warnings
@@ -194,7 +195,8 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the causal LM of `config` on the meta device in fp32; raises `UnsupportedError` if there is none."""
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            own = copy.deepcopy(config)  # building a model writes its dtype into the config
+            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
         reason = f"model_type {config.model_type!r} is no causal LM that transformers can build ({_first_line(error)})"
         raise UnsupportedError(reason, where="config.json", fix="give a decoder-only language model") from None

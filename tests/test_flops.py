@@ -268,6 +268,14 @@ def test_config_only_needs_no_weights_and_refuses_remote_code(tmp_path: Any) -> 
         config_only(tmp_path / "absent")
 
 
+def test_counting_leaves_the_config_alone() -> None:
+    config = llama(num_hidden_layers=1)
+    before = config.to_dict()
+    meta_model(config)
+    assert config.to_dict() == before
+    assert element_size(config) == 2
+
+
 def test_costs_are_frozen(found: Cost) -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         found.params = 0  # type: ignore[misc]
