@@ -5,7 +5,8 @@ A profile: it ranks sites. It proves nothing about inputs it has not seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,8 +62,9 @@ class _Meter:
             return
         self.calls += 1
         self.count += value.numel()
-        self.squares += float(value.double().square().sum())
-        self.zero = max(self.zero, float(value.abs().max()))
+        self.squares += float(torch.linalg.vector_norm(value)) ** 2
+        least, most = value.aminmax()
+        self.zero = max(self.zero, -float(least), float(most))
         entering = entering_tensor(args, kwargs, value.shape)
         gap = float("inf") if entering is None else float((value - entering).abs().max())
         self.identity = max(self.identity, gap)
@@ -93,29 +95,53 @@ def profile(
     sites: Sequence[str],
     sequences: Sequence[Sequence[int]],
     advance: Callable[[int], None] = lambda done: None,
+    is_settled: Callable[[Activation], bool] = lambda activation: False,
 ) -> dict[str, Activation]:
     """Run `sequences` (token ids, one at a time) and measure the module at every site.
 
-    Sites whose output is no tensor, or that never ran, are left out.
+    Distances only ever grow from one sequence to the next. A site that `is_settled` is therefore measured no
+    further, and the run ends when all are: its `calls` then say how far it came. Sites whose output is no tensor,
+    or that never ran, are left out.
     """
     blocks = _blocks(model)
-    meters = {site: _Meter() for site in sites}
     streams = {block: _Stream() for block in blocks}
-    handles = [model.get_submodule(s).register_forward_hook(m, with_kwargs=True) for s, m in meters.items()]
-    handles += [model.get_submodule(b).register_forward_pre_hook(m, with_kwargs=True) for b, m in streams.items()]
-    try:
-        with torch.no_grad():
-            for done, sequence in enumerate(sequences, 1):
+    open_sites = {site: _Meter() for site in sites}
+    found: dict[str, Activation] = {}
+    with ExitStack() as stack:
+        for block, stream in streams.items():
+            stack.callback(_pre_hook(model, block, stream))
+        closers = {site: _hook(model, site, meter) for site, meter in open_sites.items()}
+        for close in closers.values():
+            stack.callback(close)
+        for done, sequence in enumerate(sequences, 1):
+            with torch.no_grad():
                 model(input_ids=torch.tensor([list(sequence)]), use_cache=False)
-                advance(done)
-    finally:
-        for handle in handles:
-            handle.remove()
+            found |= _measured(open_sites, streams)
+            for site in [site for site in open_sites if site not in found or is_settled(found[site])]:
+                closers[site]()
+                del open_sites[site]
+            advance(len(sequences) if not open_sites else done)
+            if not open_sites:
+                break
+    return found
+
+
+def _measured(meters: Mapping[str, _Meter], streams: Mapping[str, _Stream]) -> dict[str, Activation]:
+    """Return the facts so far about every module that ran."""
+    inside = {site: next((b for b in streams if site.startswith(f"{b}.")), None) for site in meters}
     return {
-        site: meter.activation(site, next((streams[b].rms for b in blocks if site.startswith(f"{b}.")), 0.0))
+        site: meter.activation(site, streams[block].rms if (block := inside[site]) else 0.0)
         for site, meter in meters.items()
         if meter.calls
     }
+
+
+def _hook(model: nn.Module, site: str, meter: _Meter) -> Callable[[], None]:
+    return model.get_submodule(site).register_forward_hook(meter, with_kwargs=True).remove
+
+
+def _pre_hook(model: nn.Module, block: str, stream: _Stream) -> Callable[[], None]:
+    return model.get_submodule(block).register_forward_pre_hook(stream, with_kwargs=True).remove
 
 
 class _Stream:
@@ -128,7 +154,7 @@ class _Stream:
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3:
                 self.count += value.numel()
-                self.squares += float(value.double().square().sum())
+                self.squares += float(torch.linalg.vector_norm(value)) ** 2
                 return
 
     @property

@@ -59,7 +59,8 @@ def propose_dead(context: Context, options: DeadModule) -> Proposal:
     calibration = context.sequences.calibration
     if not calibration:
         return _nothing(options.name, "there is no text to run, so no module can be observed")
-    activations = profile(model, sites, calibration, _progress(context, "profiling modules", len(calibration)))
+    advance = _progress(context, "profiling modules", len(calibration))
+    activations = profile(model, sites, calibration, advance, lambda a: _contender(a, options.near) is None)
     contenders = outermost([c for a in activations.values() if (c := _contender(a, options.near)) is not None])
     advance = _progress(context, "measuring contenders", len(calibration))
     worst = single_effects(model, [c.stand_in for c in contenders], calibration, options.tolerance, advance)
