@@ -104,7 +104,8 @@ def token_narrow(plan: Plan) -> Narrow | None:
 def config_edits(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Return `config` with the dotted-path edits of all rewrites applied, later ones over earlier ones.
 
-    Raises `PlanError` where the object that an edit belongs to is not there; the last part may be new.
+    A part that is a number is the place in a list. Raises `PlanError` where the object or the place in a list that
+    an edit is about is not there; the last part may be a new field.
     """
     edited = copy.deepcopy(dict(config))
     for rewrite in plan.rewrites:
@@ -112,11 +113,22 @@ def config_edits(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
             *parents, last = path.split(".")
             place: Any = edited
             for part in parents:
-                place = place.get(part) if isinstance(place, dict) else None
-            if not isinstance(place, dict):
-                raise PlanError(f"config.json has no {'.'.join(parents)}", where=path, fix="make a new plan")
-            place[last] = copy.deepcopy(value)
+                place = _part_of(place, part)
+            if isinstance(place, dict):
+                place[last] = copy.deepcopy(value)
+            elif _part_of(place, last) is not None:
+                place[int(last)] = copy.deepcopy(value)
+            else:
+                raise PlanError(f"config.json has no {path}", where=path, fix="make a new plan")
     return edited
+
+
+def _part_of(place: Any, part: str) -> Any:
+    """Return a field of an object or an element of a list; None where there is none."""
+    if isinstance(place, dict):
+        return place.get(part)
+    inside = isinstance(place, list) and part.isdecimal() and int(part) < len(place)
+    return place[int(part)] if inside else None
 
 
 def _output(info: TensorInfo, kept: Mapping[int, IndexSet], placeholder: bool) -> OutputTensor:
