@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from collapse.analysis.config_cost import cost_of_config
 from collapse.analysis.flops import Cost, cost
 from collapse.analysis.token_use import Samples
 from collapse.canonical import dumps
@@ -19,14 +20,14 @@ from collapse.erase import MAX_SHARD_SIZE, write_checkpoint
 from collapse.errors import CheckpointError, CollapseError, OutputError, PlanError, RefutedError
 from collapse.manifest import versions, write_manifest
 from collapse.passes import PASSES, Context, Pass
-from collapse.plan import Plan, Rewrite, Skipped, Stage
+from collapse.plan import Plan, Rewrite, ShortCircuit, Skipped, Stage
 from collapse.progress import Stopwatch
 from collapse.report.data import Report, build_report
 from collapse.report.graph import report_graph
 from collapse.report.markdown import to_markdown
 from collapse.report.render import render
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
-from collapse.rewrite.tensors import token_narrow
+from collapse.rewrite.tensors import config_edits, token_narrow
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
 from collapse.sources import resolve
@@ -303,14 +304,21 @@ def refuted(verdict: Verdict, target: Path) -> CollapseError:
 
 
 def _costs(context: Context, rewritten: Program, plan: Plan, watch: Stopwatch) -> tuple[Cost, Cost]:
-    """Count source and result with the same counter, at the schema's workload."""
+    """Count source and result with the same counter, at the schema's workload.
+
+    The result is counted on the rewritten graph; where the config says that a module is absent, on a trace of that
+    config: the architecture may then leave out more than the module, such as what it kept in the cache for it.
+    """
     sizes = element_bytes(context.checkpoint, context.program)
     prompt = context.schema.workload.prompt
     with watch.stage("count FLOPs"):
-        return (
-            cost(context.program, prompt=prompt, element_bytes=sizes),
-            cost(rewritten, prompt=prompt, element_bytes=sizes),
-        )
+        before = cost(context.program, prompt=prompt, element_bytes=sizes)
+        if not any(cut.config for cut in plan.of_kind(ShortCircuit)):
+            return before, cost(rewritten, prompt=prompt, element_bytes=sizes)
+    edited = config_edits(context.checkpoint.config, plan)
+    config = AutoConfig.for_model(**edited)
+    with watch.stage("trace"):
+        return before, cost_of_config(config, prompt=prompt, element_bytes=sizes).cost
 
 
 def element_bytes(checkpoint: Checkpoint, program: Program) -> dict[str, float]:

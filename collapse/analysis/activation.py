@@ -25,7 +25,7 @@ class Activation:
         site: module path.
         calls: how often it ran.
         rms: root mean square of its output.
-        share: `rms` over that of the residual stream entering the enclosing block; NaN outside blocks.
+        residual: that of the residual stream entering the enclosing block; 0 outside blocks.
         zero, identity, constant: largest absolute difference between the output and the replacement;
             infinite where shapes do not allow it.
         middle: per feature the middle between the least and the largest output, the constant in question.
@@ -34,11 +34,16 @@ class Activation:
     site: str
     calls: int
     rms: float
-    share: float
+    residual: float
     zero: float
     identity: float
     constant: float
     middle: torch.Tensor | None
+
+    @property
+    def share(self) -> float | None:
+        """`rms` over `residual`; None outside blocks."""
+        return self.rms / self.residual if self.residual else None
 
     @property
     def nearest(self) -> tuple[Replacement, float]:
@@ -86,8 +91,7 @@ class _Meter:
         rms = (self.squares / self.count) ** 0.5
         spread = float("inf") if self.least is None or self.most is None else float((self.most - self.least).max()) / 2
         middle = None if self.least is None or self.most is None else (self.least + self.most) / 2
-        share = rms / residual if residual else float("nan")
-        return Activation(site, self.calls, rms, share, self.zero, self.identity, spread, middle)
+        return Activation(site, self.calls, rms, residual, self.zero, self.identity, spread, middle)
 
 
 def profile(

@@ -106,12 +106,14 @@ def native_switch(config: PreTrainedConfig, site: str) -> dict[str, bool] | None
 
 def _contender(activation: Activation, near: float) -> _Candidate | None:
     by, distance = activation.nearest
-    residual = activation.rms / activation.share if activation.share > 0 else 0.0
-    scale = residual or 1.0
-    if distance > near * scale:
+    if distance > near * (activation.residual or 1.0):
         return None
     constant = activation.middle if by == "constant" else None
-    figures: dict[str, float | int | str] = {"distance": distance, "residual_rms": residual, "calls": activation.calls}
+    figures: dict[str, float | int | str] = {
+        "distance": distance,
+        "residual_rms": activation.residual,
+        "calls": activation.calls,
+    }
     return _Candidate(activation.site, by, constant, figures)
 
 
@@ -219,7 +221,7 @@ def _alive(name: str, candidate: _Candidate) -> Skipped:
 def _near_miss(name: str, activation: Activation) -> Skipped:
     by, distance = activation.nearest
     figures: dict[str, float | int | str] = {"distance": distance, "rms": activation.rms, "calls": activation.calls}
-    if activation.share == activation.share:
+    if activation.share is not None:
         figures["share_of_residual_stream"] = activation.share
     reason = f"alive: the closest replacement, {by}, is {distance:.3g} off its output"
     return Skipped(pass_name=name, site=activation.site, reason=reason, figures=figures)
