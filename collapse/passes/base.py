@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -56,7 +57,8 @@ class Context:
 
     def release(self) -> None:
         """Let go of the source model; it is loaded again when asked for."""
-        self.__dict__.pop("loaded", None)
+        if self.__dict__.pop("loaded", None) is not None:
+            gc.collect()  # models hold themselves in cycles; the next one must not come on top of this one
 
     @cached_property
     def tied_copies(self) -> dict[str, str]:
