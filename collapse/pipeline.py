@@ -287,7 +287,7 @@ def _verify(
         weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         return rewritten, rewrite_weights(context.program, weights, plan)
 
-    settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens)
+    settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens, logit_bytes=48 << 20)
     samples = inside(context.sequences, plan, max(SAMPLES, options.prompts))
     with watch.stage("verify"):
         return verify(folder, context.checkpoint, samples=samples, program=reference, plan=plan, settings=settings)
