@@ -290,7 +290,9 @@ def _verify(
     settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens, logit_bytes=48 << 20)
     samples = inside(context.sequences, plan, max(SAMPLES, options.prompts))
     with watch.stage("verify"):
-        return verify(folder, context.checkpoint, samples=samples, program=reference, plan=plan, settings=settings)
+        return verify(
+            folder, context.checkpoint, samples=samples, program=reference, plan=plan, settings=settings, watch=watch
+        )
 
 
 def refuted(verdict: Verdict, target: Path) -> CollapseError:

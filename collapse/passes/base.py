@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from collapse.analysis.tables import token_tables
 from collapse.analysis.ties import duplicates
 from collapse.analysis.token_use import Samples
 from collapse.checkpoint import Checkpoint
+from collapse.memory import release_memory
 from collapse.plan import Rewrite, Skipped, Stage
 from collapse.schema import InputSchema
 from collapse.sequences import Sequences
@@ -58,7 +58,7 @@ class Context:
     def release(self) -> None:
         """Let go of the source model; it is loaded again when asked for."""
         if self.__dict__.pop("loaded", None) is not None:
-            gc.collect()  # models hold themselves in cycles; the next one must not come on top of this one
+            release_memory()
 
     @cached_property
     def tied_copies(self) -> dict[str, str]:

@@ -5,8 +5,6 @@ One model is in memory at a time: the source runs first, what is compared is kep
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
+from collapse.memory import release_memory
 from collapse.plan import Narrow, Plan, ShortCircuit
+from collapse.progress import Stopwatch
 from collapse.rewrite.tensors import erased_names, token_narrow
 from collapse.trace import Program, quiet
 from collapse.verdict import Check
@@ -58,6 +58,7 @@ def dynamic_checks(
     *,
     reference: Reference | None = None,
     settings: Settings | None = None,
+    watch: Stopwatch | None = None,
 ) -> tuple[tuple[Check, ...], Counterexample | None]:
     """Run source, output and, if given, the rewritten graph on in-schema `samples` of source token ids.
 
@@ -74,7 +75,7 @@ def dynamic_checks(
         return (_not_loaded(error),), None
     columns = list(narrow.kept) if narrow else None
     job = make_job(inside, len(columns) if columns else _vocabulary(source), context, settings or Settings())
-    ran, example = _compare(output, source, plan, job, columns, reference)
+    ran, example = _compare(output, source, plan, job, columns, reference, watch or Stopwatch(quiet=True))
     return (check, *ran), example
 
 
@@ -85,11 +86,12 @@ def _compare(
     job: Job,
     columns: list[int] | None,
     reference: Reference | None,
+    watch: Stopwatch,
 ) -> tuple[tuple[Check, ...], Counterexample | None]:
-    before = _run_source(source, job, columns)
+    before = _run_source(source, job, columns, watch)
     new_job = job.renumbered({old: new for new, old in enumerate(columns)}) if columns else job
     try:
-        after = _load_and_run(output, new_job, None)
+        after = _load_and_run(output, new_job, None, watch)
     except Exception as error:  # whatever stops the load or the run is the finding
         return (_not_loaded(error),), None
     loading = _loading_check(after, plan, before.unexpected)
@@ -99,7 +101,7 @@ def _compare(
         return (loading, Check(name="logits", passed=False, detail=detail)), None
     findings = _against_source(job, before.seen, after.seen, plan, columns)
     if reference is not None:
-        findings += _against_graph(job, new_job, reference, before.seen, after.seen, plan, columns)
+        findings += _against_graph(job, new_job, reference, before.seen, after.seen, plan, columns, watch)
     examples = [example for _, example in findings if example is not None]
     return (loading, *(check for check, _ in findings)), next(iter(examples), None)
 
@@ -152,6 +154,7 @@ def _against_graph(
     after: Observation,
     plan: Plan,
     columns: list[int] | None,
+    watch: Stopwatch,
 ) -> list[Finding]:
     """The rewritten graph on weights in memory is a second path to the same function; neither reads the other's.
 
@@ -159,7 +162,7 @@ def _against_graph(
     query heads of one new token, where the traced one repeats keys and values.
     """
     program, weights = reference() if callable(reference) else reference
-    graph = observe(ProgramRunner(program, weights), replace(new_job, prompts=new_job.prompts[:1]))
+    graph = observe(ProgramRunner(program, weights, watch), replace(new_job, prompts=new_job.prompts[:1]))
     ids = columns or list(range(before.full[0].shape[1]))
     wide = EQ.widened(allowed_difference(plan))
     findings = [
@@ -173,8 +176,8 @@ def _against_graph(
     return findings
 
 
-def _run_source(source: Checkpoint, job: Job, columns: list[int] | None) -> Loaded:
-    found = _load_and_run(source.root, job, None if columns is None else torch.tensor(columns))
+def _run_source(source: Checkpoint, job: Job, columns: list[int] | None, watch: Stopwatch) -> Loaded:
+    found = _load_and_run(source.root, job, None if columns is None else torch.tensor(columns), watch)
     if found.missing or found.mismatched:
         name = (*found.missing, *found.mismatched)[0]
         message = f"transformers finds no fitting {name} in the source and would use random numbers"
@@ -182,17 +185,15 @@ def _run_source(source: Checkpoint, job: Job, columns: list[int] | None) -> Load
     return found
 
 
-def _load_and_run(folder: Path, job: Job, columns: torch.Tensor | None) -> Loaded:
+def _load_and_run(folder: Path, job: Job, columns: torch.Tensor | None, watch: Stopwatch) -> Loaded:
     with quiet():
         model, info = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
         _align(model)
-        seen = observe(ModelRunner(model.eval()), job, columns)
-    left = weakref.ref(model)
+        seen = observe(ModelRunner(model.eval(), watch), job, columns)
     del model
-    if left() is not None:  # held by a cycle; the next model must not come on top of it
-        gc.collect()
+    release_memory()
     names = {key: tuple(sorted(str(name) for name in info.get(key, ()))) for key in info}
     return Loaded(names["missing_keys"], names["unexpected_keys"], names["mismatched_keys"], seen)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from collapse.progress import GRAPH_FORWARD, Stopwatch
 from collapse.trace import CACHE_ARGUMENTS, Program, cache_argument
 from collapse.verify.job import Ids, Job, cuts
 
@@ -54,8 +55,9 @@ class ModelRunner:
 
     pads = True
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, watch: Stopwatch | None = None) -> None:
         self._model = model
+        (watch or Stopwatch(quiet=True)).measure_forward(model)
         self._takes = frozenset(inspect.signature(model.forward).parameters)
         self._cache = cache_argument(model)
         self.has_cache = self._cache is not None
@@ -85,15 +87,17 @@ class ProgramRunner:
 
     pads = False
 
-    def __init__(self, program: Program, weights: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], watch: Stopwatch | None = None) -> None:
         self._program, self._weights = program, weights
+        self._watch = watch or Stopwatch(quiet=True)
         self.has_cache = bool(program.cache)
 
     def __call__(
         self, ids: torch.Tensor, mask: torch.Tensor, cache: Any, positions: Sequence[int]
     ) -> tuple[torch.Tensor, Any]:
         """See `Runner`."""
-        logits, grown = self._program.run(self._weights, ids, mask, cache)
+        with self._watch.stage(GRAPH_FORWARD):
+            logits, grown = self._program.run(self._weights, ids, mask, cache)
         return logits[:, list(positions)], grown
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from collapse.checkpoint import Checkpoint
 from collapse.manifest import load_manifest
 from collapse.plan import Plan
+from collapse.progress import Stopwatch
 from collapse.verdict import Check, Verdict
 from collapse.verify.job import Settings
 from collapse.verify.static import static_checks
@@ -28,6 +29,7 @@ def verify(
     plan: Plan | None = None,
     settings: Settings | None = None,
     static_only: bool = False,
+    watch: Stopwatch | None = None,
 ) -> Verdict:
     """Check the directory `output` against `source`.
 
@@ -39,6 +41,7 @@ def verify(
         plan: the plan that the output must be of; None trusts the manifest's.
         settings: how much is compared.
         static_only: leave out the checks that run the model.
+        watch: counts the models' own forward passes apart.
 
     Raises:
         CheckpointError: the source cannot be loaded.
@@ -54,5 +57,5 @@ def verify(
         return Verdict(checks=(*checks, Check(name="run", passed=None, detail=reason)))
     from collapse.verify.dynamic import dynamic_checks  # torch is only needed from here on
 
-    ran, example = dynamic_checks(output, source, found, drawn, reference=program, settings=settings)
+    ran, example = dynamic_checks(output, source, found, drawn, reference=program, settings=settings, watch=watch)
     return Verdict(checks=(*checks, *ran), counterexample=example)
