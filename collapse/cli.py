@@ -31,10 +31,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-app.add_typer(schema_app, name="schema")
-for command in (flops, trace, graph, report):
-    app.command(context_settings=HELP)(command)
-add_commands(app)
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A model directory, a .gguf file, or a hub id.")]
 Schema = Annotated[str, typer.Option("--schema", "-s", help="A built-in name, a JSON or TOML file, or inline JSON.")]
@@ -116,6 +112,12 @@ def make(
     if output:
         result.plan.save(output)
     _tell(result, watch, as_json, quiet)
+
+
+add_commands(app)  # after export and plan, so that help lists the main job first
+for command in (report, graph, flops, trace):
+    app.command(context_settings=HELP)(command)
+app.add_typer(schema_app, name="schema")
 
 
 def _options(
