@@ -162,7 +162,7 @@ def _call(target: Any, *shapes: tuple[int, ...]) -> fx.Node:
         torch.ops.quantized.linear.default, torch.ops.higher_order.while_loop, torch.ops.higher_order.scan,
         torch.matmul,
     ],
-    ids=str,
+    ids=lambda operator: operator.__name__ if operator is torch.matmul else str(operator),
 )  # fmt: skip
 def test_matrix_work_without_a_rule_is_refused_by_name(target: Any) -> None:
     with pytest.raises(UnsupportedError, match="no FLOP rule for the operator"):
