@@ -71,12 +71,6 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def module_of(node: fx.Node) -> str:
-    """Return the path of the innermost module that the node was traced in; empty for the model itself."""
-    stack = node.meta.get("nn_module_stack")
-    return str(list(stack.values())[-1][0]) if stack else ""
-
-
 def is_inside(node: fx.Node, site: str) -> bool:
     """Whether the node was traced within the module `site` or one of its children."""
     stack = node.meta.get("nn_module_stack") or {}
