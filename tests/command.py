@@ -33,8 +33,3 @@ class Command:
             code = int(leaving.code or 0)
         out, err = self._capsys.readouterr()
         return Outcome(code, out, err)
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return Command(monkeypatch, capsys)

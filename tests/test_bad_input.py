@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.architectures import save_tiny
-from tests.command import command  # noqa: F401  (a fixture)
 from tests.test_export import LOG, TINY, digest_tree, save_tokenizer
 
 
@@ -24,7 +23,7 @@ def model(tmp_path) -> Path:
 
 
 @pytest.fixture
-def refuse(command, model, tmp_path):  # noqa: F811
+def refuse(command, model, tmp_path):
     """Export must fail with exit code 2 and one line that has all of `words`; the source stays as it is."""
 
     def check(*words: str, source: object = model, arguments: tuple[object, ...] = ()):
@@ -128,7 +127,7 @@ def test_a_plan_that_is_none(refuse, tmp_path):
     refuse("plan.json", "field", arguments=("--plan", tmp_path / "plan.json"))
 
 
-def test_an_output_that_collapse_did_not_make_survives_even_force(command, model, tmp_path):  # noqa: F811
+def test_an_output_that_collapse_did_not_make_survives_even_force(command, model, tmp_path):
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
@@ -139,7 +138,7 @@ def test_an_output_that_collapse_did_not_make_survives_even_force(command, model
         assert [p.name for p in precious.iterdir()] == ["thesis.txt"]
 
 
-def test_an_output_inside_the_source(command, model):  # noqa: F811
+def test_an_output_inside_the_source(command, model):
     before = digest_tree(model)
     found = command("export", model, "-o", model / "out", "--schema", json.dumps(LOG))
     assert (found.code, digest_tree(model)) == (2, before)
@@ -167,7 +166,7 @@ def test_a_full_disk_leaves_nothing_behind(model, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [("export",), ("nonsense",), ("export", "m", "--no-such-option")])
-def test_wrong_usage_is_shown_with_exit_code_2(command, arguments):  # noqa: F811
+def test_wrong_usage_is_shown_with_exit_code_2(command, arguments):
     found = command(*arguments)
     assert found.code == 2
     assert "Traceback" not in found.err

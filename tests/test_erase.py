@@ -18,6 +18,7 @@ from collapse.errors import PlanError
 from collapse.manifest import load_manifest
 from collapse.plan import Axis, IndexSet, Narrow, Plan, ShortCircuit, Specialise
 from collapse.rewrite.tensors import OutputTensor, Piece, config_edits, output_tensors
+from tests.exported import EMBEDDING, KEPT
 from tests.tiny import (
     CONTEXT,
     PROVED,
@@ -31,14 +32,6 @@ from tests.tiny import (
     tiny_llama,
     vocabulary,
 )
-
-EMBEDDING = "model.embed_tokens.weight"
-KEPT = [0, 1, 2, *range(5, 40), 63]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return tiny_llama(tmp_path_factory.mktemp("llama") / "source", extra={"old.bias": torch.arange(1.0, 6.0)})
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from collapse import staging
 from collapse.checkpoint import INDEX, Checkpoint
@@ -19,6 +18,7 @@ from collapse.erase import write_checkpoint
 from collapse.errors import OutputError
 from collapse.manifest import MANIFEST
 from collapse.staging import staged
+from tests.exported import EMBEDDING, KEPT
 from tests.tiny import (
     erase,
     export,
@@ -27,14 +27,6 @@ from tests.tiny import (
     tiny_llama,
     vocabulary,
 )
-
-EMBEDDING = "model.embed_tokens.weight"
-KEPT = [0, 1, 2, *range(5, 40), 63]
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return tiny_llama(tmp_path_factory.mktemp("llama") / "source", extra={"old.bias": torch.arange(1.0, 6.0)})
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,12 +15,13 @@ from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.manifest import load_manifest
 from collapse.plan import Evidence, Plan, ShortCircuit, Specialise
-from collapse.verdict import Check, Verdict
+from collapse.verdict import Verdict
 from collapse.verify import Settings, verify
 from collapse.verify.compare import EQ, Block, Continuation, compare_greedy, compare_logits
 from collapse.verify.dynamic import dynamic_checks
 from collapse.verify.job import cuts, make_job
 from tests.command import Command
+from tests.exported import EMBEDDING, KEPT, SMALL, WEIGHTS, check, details
 from tests.tiny import (
     PROVED,
     VOCABULARY,
@@ -34,45 +34,6 @@ from tests.tiny import (
     tiny_llama,
     vocabulary,
 )
-
-EMBEDDING = "model.embed_tokens.weight"
-KEPT = [0, 1, 2, *range(5, 40), 63]
-WEIGHTS = "model.safetensors"
-SMALL = Settings(prompts=2, new_tokens=4, cached=2, decode=2, padded=3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return tiny_llama(tmp_path_factory.mktemp("llama") / "source", extra={"old.bias": torch.arange(1.0, 6.0)})
-
-
-@pytest.fixture(scope="module")
-def plan(llama: Checkpoint) -> Plan:
-    return plan_for(llama, erase("old.bias"), vocabulary(KEPT, EMBEDDING))
-
-
-@pytest.fixture(scope="module")
-def exported(llama: Checkpoint, plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export(llama, plan, tmp_path_factory.mktemp("exported") / "out").root
-
-
-@pytest.fixture
-def out(exported: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(exported, tmp_path / "out"))
-
-
-def check(verdict: Verdict, name: str) -> Check:
-    return next(found for found in verdict.checks if found.name == name)
-
-
-def details(verdict: Verdict) -> str:
-    return "\n".join(f"{found.name}: {found.detail}" for found in verdict.failures)
-
 
 # What is right is accepted.
 
