@@ -173,7 +173,9 @@ def report(
     base: Annotated[str, typer.Argument(help="Model directory, output directory or report.json.")],
     new: Annotated[str, typer.Argument(help="The same, to compare with.")],
     form: Annotated[str, typer.Option("--format", help="markdown or json.")] = "markdown",
-    prompt: Prompt = 512,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", min=1, help="Tokens of the prompt; by default the report's, else 512.")
+    ] = None,
 ) -> None:
     """Print the FLOP diff between two models, for a pull request.
 
@@ -181,9 +183,8 @@ def report(
     """
     if form not in {"markdown", "json"}:
         raise CollapseError(f"no format {form!r}", where="--format", fix="use markdown or json")
-    from collapse.report.diff import check_comparable, load_side, to_json, to_markdown
+    from collapse.report.diff import load_sides, to_json, to_markdown
 
     with _waiting("counting"):
-        sides = load_side(base, prompt=prompt), load_side(new, prompt=prompt)
-    check_comparable(*sides)
+        sides = load_sides(base, new, prompt=prompt)
     typer.echo(dumps(to_json(*sides)) if form == "json" else to_markdown(*sides), nl=False)

@@ -19,7 +19,7 @@ from collapse.cli_inspect import app, flops_data
 from collapse.errors import CheckpointError, CollapseError
 from collapse.plan import Evidence, Plan, ShortCircuit, Skipped
 from collapse.report.data import Figures, Report, build_report, common_sizes
-from collapse.report.diff import check_comparable, load_side, to_json, to_markdown
+from collapse.report.diff import check_comparable, load_side, load_sides, to_json, to_markdown
 from collapse.report.folding import fold, unfold
 from collapse.report.markdown import to_markdown as report_markdown
 from collapse.report.text import change, short
@@ -136,7 +136,9 @@ def test_diff_of_a_model_and_its_report(counted: ConfigCost, tmp_path: Path) -> 
     out.mkdir()
     config().save_pretrained(base)
     report(counted, "model.layers.2.mlp").save(out / "report.json")
-    sides = load_side(base, prompt=21), load_side(out, prompt=5)
+    sides = load_sides(base, out)
+    assert [side.prompt for side in sides] == [21, 21], "that of the report"
+    assert load_sides(out, out, prompt=5) == (sides[1], sides[1]), "a report has its own"
     found = to_json(*sides)
     assert found["difference"]["prefill_flops"] == -21 * 2 * 3 * 48 * 80
     paths = [item["path"] for item in found["modules"]]
