@@ -188,7 +188,7 @@ def test_numbers_for_people() -> None:
 
 def test_flops_command_prints_the_promised_json(tmp_path: Path) -> None:
     config().save_pretrained(tmp_path)
-    done = CliRunner().invoke(app, ["flops", str(tmp_path), "--prompt", "21", "--new", "3", "--json"])
+    done = CliRunner().invoke(app, ["flops", str(tmp_path), "--prompt", "21", "--new", "3", "--thop", "--json"])
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
     assert KEYS | {"modules"} <= set(data)
@@ -197,6 +197,10 @@ def test_flops_command_prints_the_promised_json(tmp_path: Path) -> None:
     step = 4 * 3 * 48
     assert data["request_flops"] == data["prefill_flops"] + (decode + step) + (decode + 2 * step)
     assert data["modules"]["lm_head"]["prefill_flops"] == 2 * 48 * 96
+    unseen = 3 * 4 * 48 * 21**2
+    assert data["thop"]["gaps"] == {"aten.scaled_dot_product_attention in LlamaAttention": unseen}
+    assert data["thop"]["ours"] - data["thop"]["flops"] == unseen
+    assert data["thop"]["ours"] == data["prefill_flops"] + 20 * 2 * 48 * 96, "thop runs the head at every position"
 
 
 def test_trace_command_folds_equal_layers(tmp_path: Path) -> None:
