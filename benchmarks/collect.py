@@ -27,7 +27,7 @@ def _read(argument: str) -> results.Result:
     name, _, folder = argument.rpartition("=")
     report = results.read_report(Path(folder))
     source = report.get("source")
-    label = name or (source.get("label") if isinstance(source, dict) else source)
+    label = name or (source.get("name") if isinstance(source, dict) else None)
     if not isinstance(label, str):
         raise CollapseError("the report does not name its model", where=folder, fix="give NAME=OUT")
     return results.Result.from_report(report, model=label)

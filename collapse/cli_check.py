@@ -26,12 +26,14 @@ Quick = Annotated[bool, typer.Option("--quick", help="Check the files only, do n
 Corpus = Annotated[
     list[Path] | None, typer.Option("--corpus", metavar="FILES...", help="Text to run, instead of the built-in sample.")
 ]
+Field = Annotated[str | None, typer.Option("--field", help="The field of .jsonl records that holds the text.")]
 Ids = Annotated[
     Path | None, typer.Option("--ids", metavar="FILE", help="JSON list of token id lists of the source to run.")
 ]
 Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Samples to run and to continue greedily.")]
 New = Annotated[int, typer.Option("--new", min=1, help="Tokens of each greedy continuation.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars, no table.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a model, collapsed or not.")]
 Pattern = Annotated[str, typer.Option("--site", metavar="PATTERN", help="Glob on module paths or tensor names.")]
 
@@ -42,38 +44,50 @@ def verify(
     plan: PlanFile = None,
     quick: Quick = False,
     corpus: Corpus = None,
+    field: Field = None,
     ids: Ids = None,
     prompts: Prompts = 8,
     new: New = 16,
     as_json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Check a collapsed model against its source: the files byte for byte, then the model by running it.
 
     Exit code 0: verified. 1: refuted, and the failed checks say where. 2: some check could not be run, or the
     input is wrong.
     """
+    from collapse.progress import Stopwatch
     from collapse.sources import resolve
     from collapse.verify import Settings
     from collapse.verify import verify as run_verify
 
     def samples(found: Plan) -> list[list[int]]:
         assert checkpoint is not None
-        return _read_ids(ids) if ids else _draw(checkpoint, found, corpus or [], prompts)
+        return _read_ids(ids) if ids else _draw(checkpoint, found, corpus or [], field, prompts)
 
-    checkpoint = resolve(source) if source else None
-    verdict = run_verify(
-        out,
-        checkpoint,
-        samples=samples,
-        plan=Plan.load(plan) if plan else None,
-        settings=Settings(prompts=prompts, new_tokens=new),
-        static_only=quick,
-    )
+    watch = Stopwatch(quiet)
+    with watch.stage("open model"):
+        checkpoint = resolve(source) if source else None
+    with watch.stage("verify"):
+        verdict = run_verify(
+            out,
+            checkpoint,
+            samples=samples,
+            plan=Plan.load(plan) if plan else None,
+            settings=Settings(prompts=prompts, new_tokens=new),
+            static_only=quick,
+            watch=watch,
+        )
+    watch.finish()
+    _show(verdict, quick, as_json, quiet)
+    raise typer.Exit(verdict.exit_code)
+
+
+def _show(verdict: Verdict, quick: bool, as_json: bool, quiet: bool) -> None:
     if as_json:
         typer.echo(dumps({"status": verdict.status, **verdict.model_dump(mode="json")}), nl=False)
-    else:
+    elif not quiet:
         typer.echo(_table(verdict, quick))
-    raise typer.Exit(verdict.exit_code)
 
 
 def probe(folder: Folder, site: Pattern) -> None:
@@ -96,10 +110,10 @@ def add_commands(app: typer.Typer) -> None:
     app.command(context_settings=HELP, epilog="Example: collapse probe out/ --site '*.position_adaptive_bias*'")(probe)
 
 
-def _draw(checkpoint: Checkpoint, plan: Plan, corpus: list[Path], count: int) -> list[list[int]]:
+def _draw(checkpoint: Checkpoint, plan: Plan, corpus: list[Path], field: str | None, count: int) -> list[list[int]]:
     from collapse.verify.samples import draw_samples
 
-    return draw_samples(checkpoint, plan, corpus=corpus, count=count)
+    return draw_samples(checkpoint, plan, corpus=corpus, text_field=field, count=count)
 
 
 def _read_ids(path: Path) -> list[list[int]]:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import export, readme_table, results
+from benchmarks import collect, export, readme_table, results
 from benchmarks.memory import PeakMemory
 from collapse.errors import CollapseError
 
 REPORT: dict[str, Any] = {
-    "source": {"label": "tiny"},
+    "source": {"name": "tiny", "digest": "d", "model_type": "llama"},
     "schema": {"type": "log"},
     "before": {
         "params": 134515008,
@@ -33,7 +33,7 @@ REPORT: dict[str, Any] = {
         "decode_flops_per_token": 500,
         "weight_bytes_per_decode_token": 134515008,
     },
-    "verified": True,
+    "verified": {"status": "verified"},
 }
 
 
@@ -123,6 +123,25 @@ def test_results_survive_their_file_in_one_order(tmp_path: Path) -> None:
     results.save([first, second], tmp_path / "results.json")
     assert results.load(tmp_path / "results.json") == (second, first)
     assert results.load(tmp_path / "none.json") == ()
+
+
+@pytest.mark.parametrize(("prefix", "model"), [("", "tiny"), ("Mine=", "Mine")])
+def test_collect_records_an_export_under_its_models_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, model: str
+) -> None:
+    record, readme = tmp_path / "results.json", tmp_path / "README.md"
+    readme.write_text(f"{readme_table.BEGIN}\n{readme_table.END}\n")
+    monkeypatch.setattr(results.load, "__defaults__", (record,))
+    monkeypatch.setattr(results.save, "__defaults__", (record,))
+    monkeypatch.setattr(readme_table, "README", readme)
+    (tmp_path / "report.json").write_text(json.dumps(REPORT))
+    for _ in range(2):
+        assert collect.main([f"{prefix}{tmp_path}"]) == 0
+    assert results.load() == (results.Result.from_report(REPORT, model=model),)
+    assert f"| {model} | `log` |" in readme.read_text()
+    (tmp_path / "report.json").write_text(json.dumps(REPORT | {"source": {}}))
+    with pytest.raises(CollapseError, match="does not name its model"):
+        collect.main([str(tmp_path)])
 
 
 RUNS = (

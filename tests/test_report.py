@@ -19,7 +19,7 @@ from collapse.cli_inspect import app, flops_data
 from collapse.errors import CheckpointError, CollapseError
 from collapse.plan import Evidence, Plan, ShortCircuit, Skipped
 from collapse.report.data import Figures, Report, build_report, common_sizes
-from collapse.report.diff import check_comparable, load_side, to_json, to_markdown
+from collapse.report.diff import check_comparable, load_side, load_sides, to_json, to_markdown
 from collapse.report.folding import fold, unfold
 from collapse.report.markdown import to_markdown as report_markdown
 from collapse.report.text import change, short
@@ -136,7 +136,9 @@ def test_diff_of_a_model_and_its_report(counted: ConfigCost, tmp_path: Path) -> 
     out.mkdir()
     config().save_pretrained(base)
     report(counted, "model.layers.2.mlp").save(out / "report.json")
-    sides = load_side(base, prompt=21), load_side(out, prompt=5)
+    sides = load_sides(base, out)
+    assert [side.prompt for side in sides] == [21, 21], "that of the report"
+    assert load_sides(out, out, prompt=5) == (sides[1], sides[1]), "a report has its own"
     found = to_json(*sides)
     assert found["difference"]["prefill_flops"] == -21 * 2 * 3 * 48 * 80
     paths = [item["path"] for item in found["modules"]]
@@ -186,7 +188,7 @@ def test_numbers_for_people() -> None:
 
 def test_flops_command_prints_the_promised_json(tmp_path: Path) -> None:
     config().save_pretrained(tmp_path)
-    done = CliRunner().invoke(app, ["flops", str(tmp_path), "--prompt", "21", "--new", "3", "--json"])
+    done = CliRunner().invoke(app, ["flops", str(tmp_path), "--prompt", "21", "--new", "3", "--thop", "--json"])
     assert done.exit_code == 0, done.output
     data = json.loads(done.stdout)
     assert KEYS | {"modules"} <= set(data)
@@ -195,6 +197,10 @@ def test_flops_command_prints_the_promised_json(tmp_path: Path) -> None:
     step = 4 * 3 * 48
     assert data["request_flops"] == data["prefill_flops"] + (decode + step) + (decode + 2 * step)
     assert data["modules"]["lm_head"]["prefill_flops"] == 2 * 48 * 96
+    unseen = 3 * 4 * 48 * 21**2
+    assert data["thop"]["gaps"] == {"aten.scaled_dot_product_attention in LlamaAttention": unseen}
+    assert data["thop"]["ours"] - data["thop"]["flops"] == unseen
+    assert data["thop"]["ours"] == data["prefill_flops"] + 20 * 2 * 48 * 96, "thop runs the head at every position"
 
 
 def test_trace_command_folds_equal_layers(tmp_path: Path) -> None:

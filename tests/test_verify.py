@@ -315,6 +315,22 @@ def test_the_command_exits_with_the_verdict(command: Command, llama: Checkpoint,
     assert (quick.code, "FAIL  tensor bytes" in quick.out) == (1, True)
 
 
+def test_quiet_leaves_the_exit_code_alone(command: Command, llama: Checkpoint, out: Path) -> None:
+    arguments = ("verify", out, "--source", llama.root, "--quick", "--quiet")
+    assert (command(*arguments).code, command(*arguments).out) == (0, "")
+    flip(out)
+    assert (command(*arguments).code, command(*arguments).out) == (1, "")
+
+
+def test_the_field_of_a_corpus_is_taken_from_jsonl_only(
+    command: Command, llama: Checkpoint, out: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.log").write_text("line\n")
+    found = command("verify", out, "--source", llama.root, "--corpus", tmp_path / "a.log", "--field", "text")
+    assert (found.code, found.err.count("\n")) == (2, 1)
+    assert "field 'text' needs a .jsonl file" in found.err
+
+
 def test_samples_are_drawn_from_the_schemas_tokens(command: Command, llama: Checkpoint, tmp_path: Path) -> None:
     out = export(llama, plan_for(llama, erase("old.bias")), tmp_path / "out").root
     found = command("verify", out, "--source", llama.root, "--prompts", 2, "--new", 2)

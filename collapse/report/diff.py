@@ -14,6 +14,7 @@ from collapse.report.folding import fold, unfold
 from collapse.report.text import FIGURES, change, exact, short, table
 
 REPORT = "report.json"
+DEFAULT_PROMPT = 512
 SHOWN = ("params", "prefill_flops", "decode_flops_per_token")
 
 
@@ -35,12 +36,32 @@ def load_side(path: str | Path, *, prompt: int) -> Side:
     which holds no figures, and for anything else.
     """
     place = Path(path)
-    report = place / REPORT if place.is_dir() else place
-    if report.is_file() and report.suffix == ".json" and report.name != "config.json":
+    report = _report_file(place)
+    if report is not None:
         return _from_report(Report.load(report), place)
     if place.is_dir() or place.name == "config.json":
         return _from_config(place, prompt)
     raise CollapseError("no model directory and no report.json", where=str(path), fix="give one of the two")
+
+
+def load_sides(base: str | Path, new: str | Path, *, prompt: int | None = None) -> tuple[Side, Side]:
+    """Read both sides of a comparison.
+
+    A side that has no report is counted for `prompt` tokens; by default for those of the other side's report, else
+    for 512. Raises `CollapseError` where a side cannot be read, or where both are counted for different prompts.
+    """
+    reports = [report for path in (base, new) if (report := _report_file(Path(path))) is not None]
+    if prompt is None:
+        prompt = Report.load(reports[0]).workload.prompt if reports else DEFAULT_PROMPT
+    sides = load_side(base, prompt=prompt), load_side(new, prompt=prompt)
+    check_comparable(*sides)
+    return sides
+
+
+def _report_file(place: Path) -> Path | None:
+    """Return the report.json that `place` is or holds; None for a model."""
+    report = place / REPORT if place.is_dir() else place
+    return report if report.is_file() and report.suffix == ".json" and report.name != "config.json" else None
 
 
 def _from_report(report: Report, place: Path) -> Side:

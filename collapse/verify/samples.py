@@ -16,18 +16,24 @@ SAMPLES, SAMPLE_LENGTH = 8, 128  # held-out sequences that are run, and their lo
 
 
 def draw_samples(
-    source: Checkpoint, plan: Plan, *, corpus: Sequence[Path] = (), seed: int = 0, count: int = SAMPLES
+    source: Checkpoint,
+    plan: Plan,
+    *,
+    corpus: Sequence[Path] = (),
+    text_field: str | None = None,
+    seed: int = 0,
+    count: int = SAMPLES,
 ) -> list[list[int]]:
     """Return `count` samples under the plan's schema, for verifying without the run that made the output.
 
-    They come from the schema's token ids where it lists them, else from the held-out part of `corpus`, or of the
-    schema's built-in sample. Raises `SchemaError` where the text breaks the schema, `UnsupportedError` where the
-    source has no tokenizer.
+    They come from the schema's token ids where it lists them, else from the held-out part of `corpus` (of `.jsonl`
+    records the field `text_field`), or of the schema's built-in sample. Raises `SchemaError` where the text breaks the
+    schema, `UnsupportedError` where the source has no tokenizer.
     """
     schema = InputSchema.model_validate(plan.input_schema)
     parts: Split | None = None
     if corpus or schema.tokens is None:
-        parts = split(read_corpus(corpus, schema) if corpus else builtin_corpus(schema), seed)
+        parts = split(read_corpus(corpus, schema, text_field) if corpus else builtin_corpus(schema), seed)
     return inside(sequences(source, schema, parts, seed), plan, max(SAMPLES, count))
 
 
