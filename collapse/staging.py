@@ -80,7 +80,10 @@ def check_output(output: Path, force: bool, source: Path | None) -> None:
         origin = Path(os.path.realpath(source))
         if output.is_relative_to(origin) or origin.is_relative_to(output):
             raise OutputError(f"overlaps the source {origin.name}", where=str(output), fix="choose another directory")
+    if output.is_symlink():  # what is still a link in a resolved path leads in a circle
+        raise OutputError("is a link that leads nowhere", where=str(output), fix="choose another name")
     if not output.exists():
+        _require_room(output)
         return
     if not output.is_dir():
         raise OutputError("is no directory", where=str(output), fix="choose another name")
@@ -102,6 +105,15 @@ def sweep(output: Path) -> None:
             path.rename(output)
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _require_room(output: Path) -> None:
+    """Refuse a name below a file or below a directory that may not be written, before any work is done for it."""
+    nearest = next(parent for parent in output.parents if parent.exists())
+    if not nearest.is_dir():
+        raise OutputError(f"cannot be created: {nearest} is no directory", where=str(output), fix="choose another name")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot be created: {nearest} may not be written", where=str(output), fix="choose another")
 
 
 def _require_own(output: Path) -> None:
