@@ -43,6 +43,8 @@ Placeholder = Annotated[bool, typer.Option("--placeholder", help="Leave 16 zero 
 Threshold = Annotated[float | None, typer.Option("--threshold", help="Nats; overrides the fitted one of --stage fuse.")]
 Passes = Annotated[list[str] | None, typer.Option("--pass", help="Run only this pass; may be repeated.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the split and of the samples.")]
+ShardSize = Annotated[int, typer.Option("--max-shard-size", min=1, help="Bytes of the largest weight file.")]
+Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Greedy continuations to compare.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars, no table.")]
 
@@ -64,9 +66,8 @@ def export(
     passes: Passes = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Apply exactly this reviewed plan.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier output of collapse.")] = False,
-    max_shard_size: Annotated[int, typer.Option("--max-shard-size", help="Bytes of the largest weight file.")] = 5
-    * 10**9,
-    prompts: Annotated[int, typer.Option("--prompts", help="Greedy continuations to compare.")] = 8,
+    max_shard_size: ShardSize = 5 * 10**9,
+    prompts: Prompts = 8,
     seed: Seed = 0,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -107,6 +108,9 @@ def make(
     """Dry run: what would go, why, and what it saves. Writes nothing but the plan, if asked."""
     from collapse.pipeline import make_plan
 
+    if output and (output.is_dir() or not output.parent.is_dir()):
+        reason = "is a directory" if output.is_dir() else "its directory does not exist"
+        raise OutputError(f"cannot be written: {reason}", where=str(output), fix="name a file")
     watch = _watch(quiet)
     result = make_plan(model, schema, _options(corpus, field, stage, placeholder, threshold, passes, seed), watch=watch)
     if output:

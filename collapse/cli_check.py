@@ -11,7 +11,8 @@ import typer
 from collapse.canonical import dumps
 from collapse.checkpoint import Checkpoint
 from collapse.cli_args import CorpusCommand
-from collapse.errors import SchemaError
+from collapse.errors import CheckpointError, SchemaError
+from collapse.manifest import MANIFEST
 from collapse.plan import Plan
 from collapse.probe import probe as run_probe
 from collapse.verdict import Check, Verdict
@@ -65,6 +66,8 @@ def verify(
         assert checkpoint is not None
         return _read_ids(ids) if ids else _draw(checkpoint, found, corpus or [], field, prompts)
 
+    if not (out / MANIFEST).is_file():  # nothing was claimed, so there is nothing to refute
+        raise CheckpointError(f"has no {MANIFEST}", where=str(out), fix="give a directory that collapse wrote")
     watch = Stopwatch(quiet)
     with watch.stage("open model"):
         checkpoint = resolve(source) if source else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
 from collapse.sources import resolve
 from collapse.staging import check_output, staged
-from collapse.trace import Program, load_config, quiet, trace
+from collapse.trace import Program, load_config, meta_model, quiet, trace
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify
 from collapse.verify.samples import SAMPLES, inside
@@ -124,7 +125,7 @@ def export(
     target = Path(output)
     wanted = load_schema(plan.input_schema if plan else schema)
     checkpoint = _open(model, watch)
-    check_output(target.resolve(), force, checkpoint.root)
+    check_output(Path(os.path.realpath(target)), force, checkpoint.root)
     context = prepare(checkpoint, wanted, options, watch)
     decided = checked(plan, context) if plan else decide(context, chosen_passes(options.passes), watch)
     return _apply(context, decided, target, options, force, watch)
@@ -180,8 +181,10 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:
 
 
 def checked(plan: Plan, context: Context) -> Plan:
-    """Return the plan if it was made for this very source; raises `PlanError` otherwise."""
+    """Return the plan if it was made for this very source and the schema in it; raises `PlanError` otherwise."""
     found = context.checkpoint.digest
+    if plan.schema_digest != context.schema.digest:
+        raise PlanError("the schema in the plan is not the one it was made for", fix="make a new plan for this schema")
     if plan.source != found:
         reason = f"was made for a source with digest {plan.source[:12]}, this one has {found[:12]}"
         raise PlanError(f"the plan {reason}", where=context.checkpoint.label, fix="make a new one with `collapse plan`")
@@ -205,10 +208,22 @@ def load_source(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[PreTrainedMod
                 str(checkpoint.root), dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
         except Exception as error:  # transformers raises many kinds for files that do not fit
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+            reason = _misfit(checkpoint) or " ".join((str(error).strip() or type(error).__name__).split())[:300]
             raise CheckpointError(f"cannot be loaded ({reason})", where=checkpoint.label) from None
+    if report["missing_keys"]:
+        reason = f"has no {min(report['missing_keys'])}, so transformers would fill it with random numbers"
+        raise CheckpointError(reason, where=checkpoint.label, fix="give a complete checkpoint")
     watch.measure_forward(model)
     return model.eval(), frozenset(report["unexpected_keys"])
+
+
+def _misfit(checkpoint: Checkpoint) -> str | None:
+    """Return which tensor has another shape than config.json asks for; transformers only prints it."""
+    wanted = meta_model(load_config(checkpoint)).state_dict()
+    for name, info in checkpoint.tensors.items():
+        if name in wanted and tuple(wanted[name].shape) != info.shape:
+            return f"{name} has the shape {list(info.shape)}, config.json asks for {list(wanted[name].shape)}"
+    return None
 
 
 def contrast(checkpoint: Checkpoint, seed: int) -> tuple[tuple[int, ...], ...]:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from collapse.canonical import digest
 from collapse.checkpoint import Checkpoint
 from collapse.corpus import Split, sample_tokens
-from collapse.errors import UnsupportedError
+from collapse.errors import CheckpointError, UnsupportedError
 from collapse.schema import InputSchema
 
 CALIBRATION, HELD_OUT = 12, 64
@@ -37,7 +37,7 @@ def context_length(config: dict[str, Any]) -> int | None:
     """Return how many tokens the model takes by its config.json, or None where it does not say."""
     text = config.get("text_config") or config
     lengths = [text[name] for name in CONTEXT_FIELDS if isinstance(text.get(name), int)]
-    return min(lengths) if lengths else None
+    return min((length for length in lengths if length > 0), default=None)
 
 
 def sequence_length(checkpoint: Checkpoint, schema: InputSchema) -> int:
@@ -59,7 +59,10 @@ def encoder(checkpoint: Checkpoint) -> Callable[[str], Ids]:
             where=checkpoint.label,
             fix='name the ids, as in --schema \'{"type": "text", "tokens": [0, 1]}\'',
         )
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain exceptions for a file that it cannot read
+        raise CheckpointError(f"cannot be read ({error})", where=path.name, fix="fetch it again") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return lambda text: tuple(tokenizer.encode(text).ids)

@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,9 +33,12 @@ class Staging:
     output: Path
     force: bool
     published: bool = False
+    signals: list[int] = field(default_factory=list)
 
     def publish(self) -> None:
         """Put the folder under the output's name in one step; a replaced output goes only after that."""
+        if self.signals:  # it came while a finalizer ran, where Python drops exceptions
+            raise SystemExit(128 + self.signals[0])
         _sync(self.folder)
         try:
             if self.force and self.output.exists():
@@ -58,12 +61,12 @@ def staged(output: Path, force: bool = False, source: Path | None = None) -> Ite
     """
     target = Path(os.path.realpath(output))
     check_output(target, force, source)
-    with _new_parents(target), _signals_as_exceptions():
+    with _new_parents(target), _signals_as_exceptions() as signals:
         sweep(target)
         folder = target.parent / f".{target.name}.collapse-{os.getpid()}"
         try:
             folder.mkdir()
-            yield Staging(folder, target, force)
+            yield Staging(folder, target, force, signals=signals)
         except OSError as error:
             if error.errno in DISK_ERRORS or error.filename == str(folder):
                 raise OutputError(
@@ -80,7 +83,10 @@ def check_output(output: Path, force: bool, source: Path | None) -> None:
         origin = Path(os.path.realpath(source))
         if output.is_relative_to(origin) or origin.is_relative_to(output):
             raise OutputError(f"overlaps the source {origin.name}", where=str(output), fix="choose another directory")
+    if output.is_symlink():  # what is still a link in a resolved path leads in a circle
+        raise OutputError("is a link that leads nowhere", where=str(output), fix="choose another name")
     if not output.exists():
+        _require_room(output)
         return
     if not output.is_dir():
         raise OutputError("is no directory", where=str(output), fix="choose another name")
@@ -102,6 +108,15 @@ def sweep(output: Path) -> None:
             path.rename(output)
         else:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _require_room(output: Path) -> None:
+    """Refuse a name below a file or below a directory that may not be written, before any work is done for it."""
+    nearest = next(parent for parent in output.parents if parent.exists())
+    if not nearest.is_dir():
+        raise OutputError(f"cannot be created: {nearest} is no directory", where=str(output), fix="choose another name")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot be created: {nearest} may not be written", where=str(output), fix="choose another")
 
 
 def _require_own(output: Path) -> None:
@@ -191,19 +206,24 @@ def _new_parents(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _signals_as_exceptions() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP unwind the stack, so that the folder is removed; only the main thread can."""
+def _signals_as_exceptions() -> Iterator[list[int]]:
+    """Let SIGTERM and SIGHUP unwind the stack, so that the folder is removed; only the main thread can.
+
+    Yields the list of those that came.
+    """
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield received
         return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise SystemExit(128 + number)
+
     handled = (signal.SIGTERM, signal.SIGHUP)
-    before: dict[signal.Signals, Any] = {number: signal.signal(number, _leave) for number in handled}
+    before: dict[signal.Signals, Any] = {number: signal.signal(number, leave) for number in handled}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)

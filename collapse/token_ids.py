@@ -84,8 +84,8 @@ def names_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if key.endswith("_token"):
             yield from _strings(key, value)
         elif key in {"additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens"}:
-            inner = value.values() if isinstance(value, Mapping) else value or ()
-            for item in inner:
+            inner = value.values() if isinstance(value, Mapping) else value
+            for item in inner if isinstance(value, list | Mapping) else ():
                 yield from _strings(key, item)
 
 

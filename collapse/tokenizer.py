@@ -168,11 +168,19 @@ class TokenizerFile:
 
 
 def check_decoder(file: TokenizerFile, name: str, settings: Mapping[str, Any]) -> None:
-    """Raise `UnsupportedError` where `added_tokens_decoder` in file `name` disagrees with tokenizer.json."""
-    for number, entry in (settings.get("added_tokens_decoder") or {}).items():
-        if file.ids.get(entry["content"]) != int(number):
+    """Raise `UnsupportedError` where `added_tokens_decoder` in file `name` disagrees with tokenizer.json.
+
+    Raises `CheckpointError` where it is no map of ids to tokens.
+    """
+    decoder = settings.get("added_tokens_decoder") or {}
+    try:
+        stated = [(int(number), str(entry["content"])) for number, entry in decoder.items()]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError("added_tokens_decoder is damaged", where=name, fix="fetch it again") from None
+    for number, content in stated:
+        if file.ids.get(content) != number:
             raise UnsupportedError(
-                f"added_tokens_decoder has {entry['content']!r} as {number}, {TOKENIZER} does not",
+                f"added_tokens_decoder has {content!r} as {number}, {TOKENIZER} does not",
                 where=name,
                 fix="save the tokenizer again with save_pretrained",
             )

@@ -186,7 +186,8 @@ def _user_measures(target: str, leaves: Iterator[CacheLeaf]) -> tuple[int | Meas
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return the transformers config; raises `UnsupportedError` for an unknown `model_type`."""
     try:
-        return AutoConfig.from_pretrained(str(checkpoint.root), local_files_only=True, trust_remote_code=False)
+        with quiet():
+            return AutoConfig.from_pretrained(str(checkpoint.root), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for a bad config
         raise UnsupportedError(_first_line(error), where="config.json", fix="give a model transformers knows") from None
 
@@ -194,7 +195,7 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the causal LM of `config` on the meta device in fp32; raises `UnsupportedError` if there is none."""
     try:
-        with torch.device("meta"):
+        with quiet(), torch.device("meta"):
             own = copy.deepcopy(config)  # building a model writes its dtype into the config
             model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
@@ -236,7 +237,8 @@ def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
+    first, *rest = (line.strip() for line in text.splitlines())
+    return f"{first} {rest[0]}"[:300] if first.endswith(":") and rest else first[:300]
 
 
 @contextmanager

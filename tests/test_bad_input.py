@@ -7,12 +7,24 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from collapse.analysis.token_use import Samples, token_use
+from collapse.checkpoint import Checkpoint
+from collapse.errors import CheckpointError, PlanError, UnsupportedError
+from collapse.pipeline import checked, load_source
+from collapse.progress import Stopwatch
+from collapse.schema import InputSchema
+from collapse.sequences import context_length, encoder
+from collapse.token_ids import names_in
+from collapse.trace import load_config, meta_model
 from tests.architectures import save_tiny
 from tests.test_export import LOG, TINY, digest_tree, save_tokenizer
+from tests.tiny import plan_for
 
 
 @pytest.fixture
@@ -90,6 +102,56 @@ def test_pickled_weights_only(refuse, model):
     refuse("pickled weights", "pytorch_model.bin")
 
 
+def test_a_config_of_another_size(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 901}))
+    with pytest.raises(CheckpointError, match=r"embed_tokens.weight has the shape \[900, 16\], .* \[901, 16\]"):
+        load_source(Checkpoint.open(model), Stopwatch(quiet=True))
+
+
+def test_a_checkpoint_that_lacks_a_weight(model):
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(CheckpointError, match="has no model.layers.0.mlp.up_proj.weight"):
+        load_source(Checkpoint.open(model), Stopwatch(quiet=True))
+
+
+def test_a_config_value_of_the_wrong_kind_names_what_is_allowed(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": "many"}))
+    with pytest.raises(UnsupportedError, match="'vocab_size': .*int"):
+        load_config(Checkpoint.open(model))
+
+
+def test_warnings_about_the_config_are_not_printed(model, capfd):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 0}))
+    meta_model(load_config(Checkpoint.open(model)))
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_context_of_no_tokens_is_no_bound():
+    assert context_length({"max_position_embeddings": 0}) is None
+    assert context_length({"max_position_embeddings": 0, "n_positions": 8}) == 8
+
+
+def test_a_plan_whose_schema_was_changed_by_hand(model):
+    plan = plan_for(Checkpoint.open(model))
+    context = SimpleNamespace(checkpoint=Checkpoint.open(model), schema=InputSchema.model_validate(plan.input_schema))
+    assert checked(plan, context) is plan
+    with pytest.raises(PlanError, match="not the one it was made for"):
+        checked(plan, SimpleNamespace(checkpoint=context.checkpoint, schema=InputSchema(type="text")))
+
+
+@pytest.mark.parametrize("option", ["--max-shard-size", "--prompts"])
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_a_number_that_is_none(command, model, tmp_path, option, value):
+    found = command("export", model, "-o", tmp_path / "out", option, value)
+    assert (found.code, found.out, (tmp_path / "out").exists()) == (2, "", False)
+    assert option in found.err
+
+
 def test_an_unknown_schema_field(refuse):
     refuse("max_tokenz", arguments=("--schema", '{"type": "log", "max_tokenz": 5}'))
 
@@ -143,6 +205,50 @@ def test_an_output_inside_the_source(command, model):
     found = command("export", model, "-o", model / "out", "--schema", json.dumps(LOG))
     assert (found.code, digest_tree(model)) == (2, before)
     assert "overlaps the source" in found.err
+
+
+def test_an_output_that_cannot_be_made_is_refused_before_any_work(command, model, tmp_path, monkeypatch):
+    monkeypatch.setattr("collapse.pipeline.prepare", lambda *given: pytest.fail("it began to work"))
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for place, words in (("file/out", "file is no directory"), ("loop", "leads nowhere")):
+        found = command("export", model, "-o", tmp_path / place)
+        assert (found.code, found.out, len(found.err.splitlines())) == (2, "", 1)
+        assert words in found.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "loop", "model"]
+
+
+@pytest.mark.parametrize("place", ["", "nowhere/plan.json"])
+def test_a_plan_that_cannot_be_written_is_refused_before_any_work(command, model, tmp_path, monkeypatch, place):
+    monkeypatch.setattr("collapse.pipeline.prepare", lambda *given: pytest.fail("it began to work"))
+    found = command("plan", model, "-o", tmp_path / place)
+    assert (found.code, found.out, len(found.err.splitlines())) == (2, "", 1)
+    assert "cannot be written" in found.err
+
+
+@pytest.mark.parametrize("content", ["garbage", "{}", "[]"])
+def test_a_tokenizer_that_is_none(model, content):
+    (model / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match="tokenizer.json: cannot be read"):
+        encoder(Checkpoint.open(model))
+
+
+@pytest.mark.parametrize("decoder", [5, {"a": {"content": "x"}}, {"1": {}}, {"1": "x"}])
+def test_a_damaged_list_of_added_tokens(model, decoder):
+    (model / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    with pytest.raises(CheckpointError, match="added_tokens_decoder is damaged"):
+        token_use(Checkpoint.open(model), InputSchema(type="log", tokens=(1,)), Samples())
+
+
+def test_special_tokens_of_no_kind_name_nothing():
+    assert list(names_in({"extra_special_tokens": 5, "bos_token": "<s>"})) == [("bos_token", "<s>")]
+
+
+@pytest.mark.parametrize("place", ["model", "nowhere"])
+def test_a_directory_that_claims_nothing_is_not_refuted(command, model, tmp_path, place):
+    found = command("verify", tmp_path / place, "--source", model)
+    assert (found.code, found.out) == (2, "")
+    assert "has no collapse.json" in found.err
 
 
 def test_a_full_disk_leaves_nothing_behind(model, tmp_path):

@@ -169,6 +169,15 @@ def test_matrix_work_without_a_rule_is_refused_by_name(target: Any) -> None:
         kind_of(_call(target, (2, 3)))
 
 
+@pytest.mark.parametrize(
+    "name", ["multiply.Tensor", "divide.Tensor", "subtract.Scalar", "concat.default", "less.Scalar"]
+)
+def test_second_names_of_pointwise_operators_are_cheap(name: str) -> None:
+    packet, overload = name.split(".")
+    target = getattr(getattr(torch.ops.aten, packet), overload)
+    assert kind_of(_call(target, (2, 3))) == "cheap"
+
+
 def test_an_unknown_operator_in_a_traced_model_is_refused_not_counted_as_zero() -> None:
     operator = torch.library.custom_op(
         "collapse_tests::twice", lambda x: x @ x.mT, mutates_args=(), schema="(Tensor x) -> Tensor"

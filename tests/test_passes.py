@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -9,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from collapse.passes.dead_module import DeadModule, candidate_sites, native_switch
 from collapse.passes.positions import Positions
 from collapse.passes.unread_weights import UnreadWeights
+from collapse.passes.vocabulary import Vocabulary
 from collapse.schema import InputSchema
 from collapse.sequences import Sequences
 from tests.architectures import save_tiny, tiny_model
@@ -128,3 +131,29 @@ def test_the_switch_is_the_architectures_to_declare():
     assert native_switch(adaptive, site) == {"position_adaptive_bias.1": False}
     assert native_switch(adaptive, "model.layers.1.self_attn") is None
     assert native_switch(tiny_model("llama").config, site) is None
+
+
+def vocabulary(root, kind="llama", **changes):
+    schema = InputSchema(type="text", tokens=(0, 1, 5, 9), max_tokens=16)
+    drawn = Sequences(calibration=(), held_out=())
+    context = context_of(root, schema, drawn=drawn, program=program_of(kind))
+    return Vocabulary().propose(replace(context, **changes))
+
+
+def test_token_tables_are_cut_where_the_padding_id_is_renumbered_too(tmp_path):
+    (narrow,) = vocabulary(save_tiny("llama", tmp_path, pad_token_id=40)).rewrites
+    assert (list(narrow.kept), narrow.config) == ([0, 1, 2, 5, 9, 40], {"vocab_size": 6})
+
+
+def test_a_token_table_whose_rows_no_field_says_stays(tmp_path):
+    program = program_of("llama")
+    wide = replace(program, shapes={**program.shapes, "model.norm.weight": (48,)})
+    (skipped,) = vocabulary(save_tiny("llama", tmp_path), program=wide).skipped
+    assert "no fields that give all token tables fewer rows" in skipped.reason
+
+
+def test_token_tables_of_different_sizes_stay(tmp_path):
+    root = save_tiny("llama", tmp_path, tie_word_embeddings=False)
+    edit_weights(root, lambda t: t.update({"lm_head.weight": torch.ones(50, 16)}))
+    (skipped,) = vocabulary(root).skipped
+    assert "different numbers of rows: [48, 50]" in skipped.reason

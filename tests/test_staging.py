@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -255,3 +256,11 @@ def test_two_exports_are_byte_identical_from_any_directory_and_hash_seed(llama: 
         run = run_script(EXPORT, llama.root, tmp_path / "plan.json", tmp_path / seed, "10000", cwd=where, seed=seed)
         assert run.returncode == 0, run.stderr
         assert listing(tmp_path / seed) == first
+
+
+def test_a_signal_whose_exception_was_dropped_still_stops_the_publication(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="143"), staged(tmp_path / "out") as stage:
+        with contextlib.suppress(SystemExit):  # as in a finalizer
+            signal.raise_signal(signal.SIGTERM)
+        stage.publish()
+    assert list(tmp_path.iterdir()) == []

@@ -41,6 +41,13 @@ CHEAP = frozenset(
         "sym_numel", "sym_size", "tile", "topk", "tril", "triu", "type_as", "unique", "where", "zeros", "zeros_like",
     }
 )  # fmt: skip
+# Second names of pointwise operators and joins; torch tags only the first names.
+ALIASES = frozenset(
+    {
+        "absolute", "concat", "concatenate", "dstack", "divide", "greater", "greater_equal", "hstack", "less",
+        "less_equal", "multiply", "negative", "not_equal", "rsub", "subtract", "true_divide", "vstack",
+    }
+)  # fmt: skip
 CHEAP_TAGS = frozenset({torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy, torch.Tag.inplace_view})
 FUNCTIONS = (torch.tensor, torch._C._set_grad_enabled, torch.sym_int, torch.sym_max, torch.sym_min, torch.sym_not)
 SOFTMAX = frozenset({"aten.softmax", "aten._softmax", "aten.special_softmax"})
@@ -87,7 +94,11 @@ def _is_cheap(node: fx.Node) -> bool:
         if target.namespace not in {"aten", "prims"} or MATRIX_NAME.search(target._opname):
             return False
         base = target._opname
-        return base in CHEAP or base.rstrip("_") in CHEAP or bool(CHEAP_TAGS & set(target.tags)) or _is_view(target)
+        return (
+            bool({base, base.rstrip("_")} & (CHEAP | ALIASES))
+            or bool(CHEAP_TAGS & set(target.tags))
+            or _is_view(target)
+        )
     if isinstance(target, torch._ops.HigherOrderOperator):
         return False
     module = getattr(target, "__module__", "") or ""

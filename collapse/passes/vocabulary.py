@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 
 from collapse.analysis.token_use import Declined, TokenUse, token_use
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Axis, Narrow, Skipped
+from collapse.token_ids import map_ids
+from collapse.trace import meta_model
 
 NAME = "vocabulary"
 
@@ -21,8 +25,39 @@ class Vocabulary:
         """Find the token tables in the graph and the ids in use, and propose keeping just those rows."""
         use = token_use(context.checkpoint, context.schema, context.texts, context.output_texts)
         tables = context.token_tables
+        if reason := _not_together(context, tables):
+            return Proposal(skipped=(_skipped(tables[0], reason, {}),))
         rewrite, skipped = propose_vocabulary(use, tuple(Axis(tensor=t, dim=0) for t in tables), context.token_rows)
+        if rewrite and not _loads_narrowed(context, rewrite):
+            reason = (
+                "config.json has no fields that give all token tables fewer rows, so transformers could not load them"
+            )
+            return Proposal(skipped=(_skipped(rewrite.site, reason, rewrite.evidence.figures),))
         return Proposal((rewrite,) if rewrite else (), (skipped,) if skipped else ())
+
+
+def _not_together(context: Context, tables: tuple[str, ...]) -> str | None:
+    """Return why the tables cannot be cut by one set of ids: each of them must have a row for every id."""
+    rows = sorted({context.checkpoint.tensors[table].shape[0] for table in tables})
+    return f"the token tables have different numbers of rows: {rows}" if len(rows) > 1 else None
+
+
+def _loads_narrowed(context: Context, rewrite: Narrow) -> bool:
+    """Whether a model built from the edited config has the kept rows in every token table, and is else the same."""
+    new_ids = {old: new for new, old in enumerate(rewrite.kept)}
+    edited = map_ids(dict(context.checkpoint.config), rewrite.size, lambda number, _: new_ids[number])
+    for path, value in rewrite.config.items():
+        *parents, last = path.split(".")
+        reduce(getitem, parents, edited)[last] = value
+    model = meta_model(type(context.config).from_dict(edited))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=False)}
+    program = context.program
+    tables = {alias for a in rewrite.axes for alias in program.aliases(program.model_name(a.tensor) or a.tensor)}
+    for name, shape in shapes.items():
+        before = program.shapes.get(name, ())
+        if shape != ((len(rewrite.kept), *before[1:]) if name in tables else before):
+            return False
+    return True
 
 
 def propose_vocabulary(

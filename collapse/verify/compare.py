@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 
+from collapse.analysis.bounds import clopper_pearson
 from collapse.verdict import Check
 from collapse.verify.job import Ids, Job, cuts
 from collapse.verify.observe import Continuation, Observation
 
 Counterexample = dict[str, Any]
 Finding = tuple[Check, Counterexample | None]
+
+DELTA = 0.05  # of the bound on the share of continuations that leave the kept tokens
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,17 @@ def compare_greedy(
     pairs: Sequence[tuple[Continuation, Continuation]],
     source_ids: Sequence[int],
     slack: float,
-    kept: frozenset[int],
 ) -> Finding:
-    """Check greedy tokens, reference against found.
+    """Check greedy tokens, reference against found; both choose among the kept ids.
 
-    A pair is compared up to the reference's first token outside `kept`, and up to a near tie: a step where the
-    reference's first choice leads by at most `slack`. `source_ids` translates the found tokens.
+    A pair is compared up to a near tie: a step where the reference's first choice leads by at most `slack`.
+    Continuations in which the reference's first choice among all ids is another one are counted: they leave the
+    kept tokens. `source_ids` translates the found tokens.
     """
     figures = {"prompts": len(pairs), "stayed": 0, "left": 0, "near_ties": 0, "tokens": 0}
     failure: Counterexample | None = None
     for reference, found in pairs:
-        outcome, equal = _follow(reference, [source_ids[token] for token in found.tokens], slack, kept)
+        outcome, equal = _follow(reference, [source_ids[token] for token in found.tokens], slack)
         figures["tokens"] += equal
         if outcome == "differs":
             wrong = source_ids[found.tokens[equal]]
@@ -90,14 +93,17 @@ def compare_greedy(
                 "expected": reference.tokens[equal], "found": wrong, "margin": reference.margins[equal],
             }  # fmt: skip
         else:
-            figures[outcome] += 1
+            figures["near_ties"] += outcome == "near tie"
+            figures["left" if reference.leaves else "stayed"] += 1
     if failure:
         detail = f"after {failure['position']} tokens: {failure['expected']} became {failure['found']}"
         return Check(name=name, passed=False, detail=detail, figures=dict(figures)), failure
     if not figures["tokens"]:
-        detail = "no token could be compared: every continuation leaves the kept tokens at once"
+        detail = "no token could be compared: every continuation begins with a near tie"
         return Check(name=name, passed=None, detail=detail, figures=dict(figures)), None
+    bound = clopper_pearson(figures["left"], len(pairs), DELTA)
     stays = f"{figures['stayed']} of {len(pairs)} continuations stay in the kept tokens, {figures['left']} leave them"
+    stays += f" (of such prompts at most {bound:.1%} do, at {1 - DELTA:.0%} confidence)"
     detail = f"{figures['tokens']} tokens are equal; {stays}"
     return Check(name=name, passed=True, detail=detail, figures=dict(figures)), None
 
@@ -200,11 +206,9 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _follow(reference: Continuation, found: Sequence[int], slack: float, kept: frozenset[int]) -> tuple[str, int]:
+def _follow(reference: Continuation, found: Sequence[int], slack: float) -> tuple[str, int]:
     """Return how the comparison of one pair ends, and after how many equal tokens."""
     for step, token in enumerate(reference.tokens):
-        if token not in kept:
-            return "left", step
         if token != found[step]:
-            return ("near_ties" if reference.margins[step] <= slack else "differs"), step
-    return "stayed", len(reference.tokens)
+            return ("near tie" if reference.margins[step] <= slack else "differs"), step
+    return "equal", len(reference.tokens)

@@ -143,7 +143,7 @@ def _greedy(name: str, before: Observation, after: Observation, plan: Plan, ids:
     slack = 2 * (EQ.absolute + EQ.relative * scale + allowed_difference(plan))
     followed = before.greedy[: len(after.greedy)]  # the graph continues fewer prompts
     pairs = list(zip(followed, after.greedy, strict=True))
-    return compare_greedy(name, pairs, ids, slack, frozenset(ids))
+    return compare_greedy(name, pairs, ids, slack)
 
 
 def _against_graph(
@@ -182,6 +182,9 @@ def _run_source(source: Checkpoint, job: Job, columns: list[int] | None, watch: 
         name = (*found.missing, *found.mismatched)[0]
         message = f"transformers finds no fitting {name} in the source and would use random numbers"
         raise CheckpointError(message, where=source.label, fix="give a complete checkpoint")
+    if any(bool(logits.isnan().any()) for logits in found.seen.full):
+        message = "the source itself gives logits that are no numbers (NaN), so nothing can be compared with them"
+        raise CheckpointError(message, where=source.label, fix="give a sound checkpoint")
     return found
 
 
@@ -257,7 +260,7 @@ def _context(*folders: Path) -> int | None:
     with quiet():
         configs = [AutoConfig.from_pretrained(str(f), local_files_only=True).get_text_config() for f in folders]
     bounds = [getattr(config, "max_position_embeddings", None) for config in configs]
-    return min((bound for bound in bounds if isinstance(bound, int)), default=None)
+    return min((bound for bound in bounds if isinstance(bound, int) and bound > 0), default=None)
 
 
 def _vocabulary(source: Checkpoint) -> int:

@@ -17,11 +17,16 @@ from collapse.verify.job import Ids, Job, cuts
 
 @dataclass(frozen=True)
 class Continuation:
-    """Greedy tokens of one prompt, and by how much the first choice led the second at each step."""
+    """Greedy tokens of one prompt, and by how much the first choice led the second at each step.
+
+    Choices are made among the columns that are looked at; `leaves` says whether the first choice among all was
+    another one at some step.
+    """
 
     prompt: Ids
     tokens: Ids
     margins: tuple[float, ...]
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class ProgramRunner:
 
 
 def observe(run: Runner, job: Job, columns: torch.Tensor | None = None) -> Observation:
-    """Run `job`; of the logits only `columns` are kept (None: all), greedy choices are made among all."""
+    """Run `job`; of the logits only `columns` are kept (None: all), and greedy choices are made among them."""
     with torch.no_grad():
         full = tuple(
             _picked(_prefill(run, ids, positions), columns)
@@ -111,7 +116,7 @@ def observe(run: Runner, job: Job, columns: torch.Tensor | None = None) -> Obser
         through = job.cached if run.has_cache else ()
         cached = tuple(_picked(_through_cache(run, job.sequences[n], job.decode), columns) for n in through)
         padded = _picked(_padded(run, job), columns) if run.pads and job.padded else None
-        greedy = tuple(found for group in job.prompts for found in _continued(run, group, job.new_tokens))
+        greedy = tuple(c for group in job.prompts for c in _continued(run, group, job.new_tokens, columns))
     return Observation(full, cached, padded, greedy)
 
 
@@ -144,22 +149,27 @@ def _padded(run: Runner, job: Job) -> torch.Tensor:
     return run(ids, mask, None, [width - 1])[0][:, 0]
 
 
-def _continued(run: Runner, prompts: Sequence[Ids], count: int) -> list[Continuation]:
+def _continued(
+    run: Runner, prompts: Sequence[Ids], count: int, columns: torch.Tensor | None = None
+) -> list[Continuation]:
     """Continue prompts of equal length greedily; the end-of-sequence token is a token like any other."""
     ids, cache = torch.tensor(prompts), None
     fed = ids
     tokens: list[torch.Tensor] = []
     margins: list[torch.Tensor] = []
+    left = torch.zeros(len(prompts), dtype=torch.bool)
     for _ in range(count):
         mask = torch.ones_like(ids)
         logits, cache = run(fed, mask, cache, [fed.shape[1] - 1])
-        best = logits[:, 0].float().topk(min(2, logits.shape[-1]), dim=-1)
-        tokens.append(logits[:, 0].argmax(-1))
+        among = _picked(logits[:, 0], columns)
+        best = among.topk(min(2, among.shape[-1]), dim=-1)
+        tokens.append(among.argmax(-1) if columns is None else columns[among.argmax(-1)])
+        left |= logits[:, 0].argmax(-1) != tokens[-1]
         margins.append(best.values[:, 0] - best.values[:, -1])
         ids = torch.cat([ids, tokens[-1][:, None]], dim=1)
         fed = tokens[-1][:, None] if run.has_cache else ids
     chosen, leads = torch.stack(tokens, 1).tolist(), torch.stack(margins, 1).tolist()
     return [
-        Continuation(prompt, tuple(token), tuple(lead))
-        for prompt, token, lead in zip(prompts, chosen, leads, strict=True)
+        Continuation(prompt, tuple(token), tuple(lead), leaves)
+        for prompt, token, lead, leaves in zip(prompts, chosen, leads, left.tolist(), strict=True)
     ]
