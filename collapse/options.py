@@ -41,6 +41,9 @@ class Options:
     new_tokens: int = 16
 
 
+DEFAULTS = Options()
+
+
 def make_options(**given: Any) -> Options:
     """Return options; those given as None keep their default. Raises `PlanError` for an unknown stage."""
     options = Options(**{name: value for name, value in given.items() if value is not None})

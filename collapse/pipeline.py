@@ -19,7 +19,7 @@ from collapse.corpus import Split, builtin_corpus, read_corpus, split
 from collapse.erase import write_checkpoint
 from collapse.errors import CollapseError, OutputError, PlanError, RefutedError
 from collapse.manifest import versions, write_manifest
-from collapse.options import Options, chosen_passes
+from collapse.options import DEFAULTS, Options, chosen_passes
 from collapse.passes import Context, Pass
 from collapse.plan import Plan, Rewrite, ShortCircuit, Skipped
 from collapse.program import Program
@@ -51,7 +51,7 @@ class Result:
 
 
 def make_plan(
-    model: str | Path, schema: str | Path | dict[str, object] | InputSchema = "log", options: Options = Options(),
+    model: str | Path, schema: str | Path | dict[str, object] | InputSchema = "log", options: Options = DEFAULTS,
     *, watch: Stopwatch | None = None,
 ) -> Result:  # fmt: skip
     """Decide what would go, and count what it saves; nothing is written.
@@ -69,7 +69,7 @@ def export(
     model: str | Path,
     output: str | Path,
     schema: str | Path | dict[str, object] | InputSchema = "log",
-    options: Options = Options(),
+    options: Options = DEFAULTS,
     *,
     plan: Plan | None = None,
     force: bool = False,
