@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collapse.pipeline import Options, Result, export, make_plan
+    from collapse.options import Options
+    from collapse.pipeline import Result, export, make_plan
     from collapse.runtime.load import load
     from collapse.schema import InputSchema
 
@@ -14,7 +15,7 @@ __all__ = ["InputSchema", "Options", "Result", "export", "load", "make_plan"]
 
 _HOMES = {
     "InputSchema": "collapse.schema",
-    "Options": "collapse.pipeline",
+    "Options": "collapse.options",
     "Result": "collapse.pipeline",
     "export": "collapse.pipeline",
     "load": "collapse.runtime.load",

@@ -16,7 +16,8 @@ from collapse.cli_schema import schema_app
 from collapse.errors import CollapseError, OutputError
 
 if TYPE_CHECKING:
-    from collapse.pipeline import Options, Result
+    from collapse.options import Options
+    from collapse.pipeline import Result
     from collapse.progress import Stopwatch
 
 USAGE_ERROR = typer.BadParameter.__bases__[0]  # typer does not export the class that it raises
@@ -135,7 +136,7 @@ def _options(
     max_shard_size: int | None = None,
     prompts: int | None = None,
 ) -> Options:
-    from collapse.pipeline import make_options
+    from collapse.options import make_options
 
     return make_options(
         corpus=tuple(corpus or ()),

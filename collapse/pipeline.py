@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig
 
 from collapse.analysis.config_cost import cost_of_config
 from collapse.analysis.flops import Cost, cost
@@ -17,11 +16,13 @@ from collapse.analysis.token_use import Samples
 from collapse.canonical import dumps
 from collapse.checkpoint import DTYPE_BITS, Checkpoint
 from collapse.corpus import Split, builtin_corpus, read_corpus, split
-from collapse.erase import MAX_SHARD_SIZE, write_checkpoint
-from collapse.errors import CheckpointError, CollapseError, OutputError, PlanError, RefutedError
+from collapse.erase import write_checkpoint
+from collapse.errors import CollapseError, OutputError, PlanError, RefutedError
 from collapse.manifest import versions, write_manifest
-from collapse.passes import PASSES, Context, Pass
-from collapse.plan import Plan, Rewrite, ShortCircuit, Skipped, Stage
+from collapse.options import DEFAULTS, Options, chosen_passes
+from collapse.passes import Context, Pass
+from collapse.plan import Plan, Rewrite, ShortCircuit, Skipped
+from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.report.data import Report, build_report
 from collapse.report.graph import report_graph
@@ -31,50 +32,13 @@ from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.tensors import config_edits, token_narrow
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
+from collapse.source_model import load_source
 from collapse.sources import resolve
 from collapse.staging import check_output, staged
-from collapse.trace import Program, load_config, meta_model, quiet, trace
+from collapse.trace import load_config, trace
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify
 from collapse.verify.samples import SAMPLES, inside
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a user can choose about a run.
-
-    Attributes:
-        corpus: files of in-schema text; empty for the schema's built-in sample.
-        text_field: which field of JSON Lines holds the text.
-        stage: how far a dead module goes: `fuse`, `short-circuit` or `erase`.
-        threshold: of the run-time detector of `fuse`, nats; by default fitted to the corpus.
-        placeholder: leave a 16-byte zero tensor under the name of every erased one of a dead module.
-        passes: names of the passes to run; all by default.
-        seed: of the split and of the samples.
-        max_shard_size: bytes of the largest weight file.
-        prompts, new_tokens: greedy continuations that verification compares.
-    """
-
-    corpus: tuple[Path, ...] = ()
-    text_field: str | None = None
-    stage: Stage = "erase"
-    placeholder: bool = False
-    threshold: float | None = None
-    passes: tuple[str, ...] = field(default_factory=lambda: tuple(p.name for p in PASSES))
-    seed: int = 0
-    max_shard_size: int = MAX_SHARD_SIZE
-    prompts: int = 8
-    new_tokens: int = 16
-
-
-def make_options(**given: Any) -> Options:
-    """Return options; those given as None keep their default. Raises `PlanError` for an unknown stage."""
-    options = Options(**{name: value for name, value in given.items() if value is not None})
-    stages = get_args(Stage)
-    if options.stage not in stages:
-        raise PlanError(f"unknown stage {options.stage!r}", fix=f"choose among {', '.join(stages)}")
-    chosen_passes(options.passes)
-    return options
 
 
 @dataclass(frozen=True)
@@ -87,7 +51,7 @@ class Result:
 
 
 def make_plan(
-    model: str | Path, schema: str | Path | dict[str, object] | InputSchema = "log", options: Options = Options(),
+    model: str | Path, schema: str | Path | dict[str, object] | InputSchema = "log", options: Options = DEFAULTS,
     *, watch: Stopwatch | None = None,
 ) -> Result:  # fmt: skip
     """Decide what would go, and count what it saves; nothing is written.
@@ -105,7 +69,7 @@ def export(
     model: str | Path,
     output: str | Path,
     schema: str | Path | dict[str, object] | InputSchema = "log",
-    options: Options = Options(),
+    options: Options = DEFAULTS,
     *,
     plan: Plan | None = None,
     force: bool = False,
@@ -189,41 +153,6 @@ def checked(plan: Plan, context: Context) -> Plan:
         reason = f"was made for a source with digest {plan.source[:12]}, this one has {found[:12]}"
         raise PlanError(f"the plan {reason}", where=context.checkpoint.label, fix="make a new one with `collapse plan`")
     return plan
-
-
-def chosen_passes(names: Sequence[str]) -> tuple[Pass, ...]:
-    """Return the passes called `names`, in the registry's order; raises `PlanError` for an unknown one."""
-    known = [one.name for one in PASSES]
-    for name in names:
-        if name not in known:
-            raise PlanError(f"unknown pass {name!r}", fix=f"choose among {', '.join(known)}")
-    return tuple(one for one in PASSES if one.name in names)
-
-
-def load_source(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[PreTrainedModel, frozenset[str]]:
-    """Load the source in fp32; return it and the names in its files that no module claims."""
-    with watch.stage("load model"), quiet():
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                str(checkpoint.root), dtype=torch.float32, local_files_only=True, output_loading_info=True
-            )
-        except Exception as error:  # transformers raises many kinds for files that do not fit
-            reason = _misfit(checkpoint) or " ".join((str(error).strip() or type(error).__name__).split())[:300]
-            raise CheckpointError(f"cannot be loaded ({reason})", where=checkpoint.label) from None
-    if report["missing_keys"]:
-        reason = f"has no {min(report['missing_keys'])}, so transformers would fill it with random numbers"
-        raise CheckpointError(reason, where=checkpoint.label, fix="give a complete checkpoint")
-    watch.measure_forward(model)
-    return model.eval(), frozenset(report["unexpected_keys"])
-
-
-def _misfit(checkpoint: Checkpoint) -> str | None:
-    """Return which tensor has another shape than config.json asks for; transformers only prints it."""
-    wanted = meta_model(load_config(checkpoint)).state_dict()
-    for name, info in checkpoint.tensors.items():
-        if name in wanted and tuple(wanted[name].shape) != info.shape:
-            return f"{name} has the shape {list(info.shape)}, config.json asks for {list(wanted[name].shape)}"
-    return None
 
 
 def contrast(checkpoint: Checkpoint, seed: int) -> tuple[tuple[int, ...], ...]:

@@ -8,11 +8,12 @@ import collapse.models  # noqa: F401
 from collapse.analysis.token_use import Samples
 from collapse.checkpoint import Checkpoint
 from collapse.passes import Context
-from collapse.pipeline import load_source
+from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.schema import InputSchema
 from collapse.sequences import Sequences, sequences
-from collapse.trace import Program, load_config, trace
+from collapse.source_model import load_source
+from collapse.trace import load_config, trace
 
 
 def context_of(

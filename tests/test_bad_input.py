@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from collapse.analysis.token_use import Samples, token_use
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError, PlanError, UnsupportedError
-from collapse.pipeline import checked, load_source
+from collapse.pipeline import checked
 from collapse.progress import Stopwatch
 from collapse.schema import InputSchema
 from collapse.sequences import context_length, encoder
+from collapse.source_model import load_source
 from collapse.token_ids import names_in
 from collapse.trace import load_config, meta_model
 from tests.architectures import save_tiny

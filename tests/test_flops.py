@@ -17,8 +17,9 @@ from collapse.analysis.second_opinion import second_opinion
 from collapse.analysis.sizes import Call, size_reader
 from collapse.errors import CheckpointError, UnsupportedError
 from collapse.plan import Axis, Evidence, IndexSet, Narrow, Plan, ShortCircuit
+from collapse.program import Program
 from collapse.rewrite.graph import rewrite_program
-from collapse.trace import Program, meta_model, trace
+from collapse.trace import meta_model, trace
 
 PROMPT = 21
 SIZES: dict[str, Any] = {

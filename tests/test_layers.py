@@ -14,9 +14,20 @@ LAYERS = (
     *("errors", "canonical", "plan", "verdict", "memory", "progress"),
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
     *("checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
-    *("models", "trace", "sources"),
+    *("models", "program", "trace", "sources", "source_model"),
     *("analysis", "passes", "rewrite", "manifest", "staging", "erase", "verify", "report", "probe", "runtime"),
-    *("pipeline", "collapse", "testing", "cli_args", "cli_schema", "cli_check", "cli_inspect", "cli", "__main__"),
+    *(
+        "options",
+        "pipeline",
+        "collapse",
+        "testing",
+        "cli_args",
+        "cli_schema",
+        "cli_check",
+        "cli_inspect",
+        "cli",
+        "__main__",
+    ),
 )
 
 

@@ -21,12 +21,13 @@ from collapse.analysis.token_use import Samples, token_use
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError, CollapseError, OutputError, PlanError, UnsupportedError
 from collapse.plan import IndexSet
+from collapse.program import Program
 from collapse.report.data import common_sizes
 from collapse.rewrite.graph import copy_graph
 from collapse.rewrite.tokenizer import narrow_side_files
 from collapse.schema import InputSchema
 from collapse.tokenizer import TokenizerFile
-from collapse.trace import Program, meta_model, trace
+from collapse.trace import meta_model, trace
 from collapse.verify.compare import Continuation, compare_greedy
 from tests.architectures import tiny_config, tiny_model
 from tests.tiny import CONTEXT, erase, export, listing, plan_for, samples, tiny_llama, vocabulary

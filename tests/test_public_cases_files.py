@@ -21,8 +21,9 @@ from collapse import staging
 from collapse.checkpoint import INDEX, Checkpoint
 from collapse.errors import CheckpointError, OutputError
 from collapse.passes.unread_weights import UnreadWeights
+from collapse.program import Program
 from collapse.schema import InputSchema
-from collapse.trace import Program, trace
+from collapse.trace import trace
 from tests.architectures import save_tiny, tiny_config
 from tests.contexts import context_of
 from tests.tiny import VOCABULARY, erase, export, listing, plan_for, state, tiny_llama, vocabulary

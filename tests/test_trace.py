@@ -9,7 +9,8 @@ import torch
 
 from collapse.checkpoint import Checkpoint
 from collapse.errors import UnsupportedError
-from collapse.trace import Program, cache_argument, load_config, size_of, trace
+from collapse.program import Program, size_of
+from collapse.trace import cache_argument, load_config, trace
 from tests.architectures import save_tiny, tiny_config, tiny_model, weights_of
 
 KINDS = ("llama", "gpt2", "opt", "gemma3_text")

@@ -16,7 +16,8 @@ from collapse.analysis.flops import Cost, calls, cost, matrix_work
 from collapse.analysis.sizes import Call, sizes_stand_out
 from collapse.checkpoint import read_json
 from collapse.errors import CheckpointError, UnsupportedError
-from collapse.trace import CACHE_ARGUMENTS, Program, cache_argument, meta_model, portable_experts, quiet, trace
+from collapse.program import Program
+from collapse.trace import CACHE_ARGUMENTS, cache_argument, meta_model, portable_experts, quiet, trace
 
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 PRIMES = tuple(n for n in range(17, 400) if all(n % d for d in range(2, 20)) or n in (17, 19))

@@ -21,7 +21,7 @@ from torch import fx
 from collapse.analysis.flop_rules import ATTENTION, PER_ROW, PRODUCTS, RULES, SOFTMAX, kind_of, op_name
 from collapse.analysis.sizes import Call, shape_reader
 from collapse.analysis.traffic import kv_bytes, parameter_bytes, parameter_counts, weight_reads
-from collapse.trace import Program
+from collapse.program import Program
 
 ShapeOfNode = Callable[[fx.Node], tuple[int, ...]]
 

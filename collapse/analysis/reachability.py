@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from collapse.trace import Program
+from collapse.program import Program
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from collapse.errors import UnsupportedError
-from collapse.trace import Program, size_of
+from collapse.program import Program, size_of
 
 Size = int | torch.SymInt
 SizeOf = Callable[[Any], int]

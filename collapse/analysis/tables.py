@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from collapse.trace import Program
+from collapse.program import Program
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import fx
 
 from collapse.analysis.flop_rules import op_name
-from collapse.trace import Program
+from collapse.program import Program
 
 ShapeOfNode = Callable[[fx.Node], tuple[int, ...]]
 ElementBytes = Mapping[str, float] | float

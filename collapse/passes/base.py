@@ -16,9 +16,9 @@ from collapse.analysis.token_use import Samples
 from collapse.checkpoint import Checkpoint
 from collapse.memory import release_memory
 from collapse.plan import Rewrite, Skipped, Stage
+from collapse.program import Program
 from collapse.schema import InputSchema
 from collapse.sequences import Sequences
-from collapse.trace import Program
 
 Progress = Callable[[str, int, int], None]  # what, how many done, of how many
 

@@ -12,7 +12,8 @@ from collapse.analysis.tables import last_row, position_tables
 from collapse.errors import UnsupportedError
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Axis, Evidence, IndexSet, Narrow, Skipped
-from collapse.trace import Program, meta_model
+from collapse.program import Program
+from collapse.trace import meta_model
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from collapse.verdict import Check, Status, Verdict
 
 if TYPE_CHECKING:  # a report is read and drawn without torch
     from collapse.analysis.flops import Cost
-    from collapse.trace import Program
+    from collapse.program import Program
 
 State = Literal["kept", "narrowed", "removed"]
 

@@ -12,9 +12,9 @@ from collapse.analysis.flop_rules import RULES, op_name
 from collapse.analysis.flops import matrix_work
 from collapse.analysis.sizes import Call, shape_reader
 from collapse.errors import CollapseError
+from collapse.program import Program
 from collapse.report.render import digraph
 from collapse.report.text import short
-from collapse.trace import Program
 
 MOST_NODES = 400
 

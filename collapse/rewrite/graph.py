@@ -13,7 +13,7 @@ from torch import fx
 from collapse.analysis.reachability import remove_dead_nodes
 from collapse.errors import PlanError
 from collapse.plan import Narrow, Plan, ShortCircuit
-from collapse.trace import Program
+from collapse.program import Program
 
 aten = torch.ops.aten
 

@@ -16,9 +16,10 @@ from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.memory import release_memory
 from collapse.plan import Narrow, Plan, ShortCircuit
+from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.rewrite.tensors import erased_names, token_narrow
-from collapse.trace import Program, quiet
+from collapse.trace import quiet
 from collapse.verdict import Check
 from collapse.verify.compare import (
     EQ,

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from collapse.program import Program
 from collapse.progress import GRAPH_FORWARD, Stopwatch
-from collapse.trace import CACHE_ARGUMENTS, Program, cache_argument
+from collapse.trace import CACHE_ARGUMENTS, cache_argument
 from collapse.verify.job import Ids, Job, cuts
 
 

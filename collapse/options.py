@@ -1,0 +1,63 @@
+"""What a user can choose about a run, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from collapse.erase import MAX_SHARD_SIZE
+from collapse.errors import PlanError
+from collapse.passes import PASSES, Pass
+from collapse.plan import Stage
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user can choose about a run.
+
+    Attributes:
+        corpus: files of in-schema text; empty for the schema's built-in sample.
+        text_field: which field of JSON Lines holds the text.
+        stage: how far a dead module goes: `fuse`, `short-circuit` or `erase`.
+        threshold: of the run-time detector of `fuse`, nats; by default fitted to the corpus.
+        placeholder: leave a 16-byte zero tensor under the name of every erased one of a dead module.
+        passes: names of the passes to run; all by default.
+        seed: of the split and of the samples.
+        max_shard_size: bytes of the largest weight file.
+        prompts, new_tokens: greedy continuations that verification compares.
+    """
+
+    corpus: tuple[Path, ...] = ()
+    text_field: str | None = None
+    stage: Stage = "erase"
+    placeholder: bool = False
+    threshold: float | None = None
+    passes: tuple[str, ...] = field(default_factory=lambda: tuple(p.name for p in PASSES))
+    seed: int = 0
+    max_shard_size: int = MAX_SHARD_SIZE
+    prompts: int = 8
+    new_tokens: int = 16
+
+
+DEFAULTS = Options()
+
+
+def make_options(**given: Any) -> Options:
+    """Return options; those given as None keep their default. Raises `PlanError` for an unknown stage."""
+    options = Options(**{name: value for name, value in given.items() if value is not None})
+    stages = get_args(Stage)
+    if options.stage not in stages:
+        raise PlanError(f"unknown stage {options.stage!r}", fix=f"choose among {', '.join(stages)}")
+    chosen_passes(options.passes)
+    return options
+
+
+def chosen_passes(names: Sequence[str]) -> tuple[Pass, ...]:
+    """Return the passes called `names`, in the registry's order; raises `PlanError` for an unknown one."""
+    known = [one.name for one in PASSES]
+    for name in names:
+        if name not in known:
+            raise PlanError(f"unknown pass {name!r}", fix=f"choose among {', '.join(known)}")
+    return tuple(one for one in PASSES if one.name in names)

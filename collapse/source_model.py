@@ -1,0 +1,37 @@
+"""The source model in memory, in fp32, with what transformers said about its files."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from collapse.checkpoint import Checkpoint
+from collapse.errors import CheckpointError
+from collapse.progress import Stopwatch
+from collapse.trace import load_config, meta_model, quiet
+
+
+def load_source(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[PreTrainedModel, frozenset[str]]:
+    """Load the source in fp32; return it and the names in its files that no module claims."""
+    with watch.stage("load model"), quiet():
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.root), dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
+        except Exception as error:  # transformers raises many kinds for files that do not fit
+            reason = _misfit(checkpoint) or " ".join((str(error).strip() or type(error).__name__).split())[:300]
+            raise CheckpointError(f"cannot be loaded ({reason})", where=checkpoint.label) from None
+    if report["missing_keys"]:
+        reason = f"has no {min(report['missing_keys'])}, so transformers would fill it with random numbers"
+        raise CheckpointError(reason, where=checkpoint.label, fix="give a complete checkpoint")
+    watch.measure_forward(model)
+    return model.eval(), frozenset(report["unexpected_keys"])
+
+
+def _misfit(checkpoint: Checkpoint) -> str | None:
+    """Return which tensor has another shape than config.json asks for; transformers only prints it."""
+    wanted = meta_model(load_config(checkpoint)).state_dict()
+    for name, info in checkpoint.tensors.items():
+        if name in wanted and tuple(wanted[name].shape) != info.shape:
+            return f"{name} has the shape {list(info.shape)}, config.json asks for {list(wanted[name].shape)}"
+    return None
