@@ -7,12 +7,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
+from collapse.memory import release_memory
 from collapse.progress import Stopwatch
 from collapse.trace import load_config, meta_model, quiet
 
 
 def load_source(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[PreTrainedModel, frozenset[str]]:
     """Load the source in fp32; return it and the names in its files that no module claims."""
+    release_memory()  # what reading text and tracing left behind must not lie under the weights
     with watch.stage("load model"), quiet():
         try:
             model, report = AutoModelForCausalLM.from_pretrained(

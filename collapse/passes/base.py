@@ -57,8 +57,8 @@ class Context:
 
     def release(self) -> None:
         """Let go of the source model; it is loaded again when asked for."""
-        if self.__dict__.pop("loaded", None) is not None:
-            release_memory()
+        self.__dict__.pop("loaded", None)
+        release_memory()
 
     @cached_property
     def tied_copies(self) -> dict[str, str]:
