@@ -40,6 +40,8 @@ from collapse.verdict import Verdict
 from collapse.verify import Settings, verify
 from collapse.verify.samples import SAMPLES, inside
 
+LOGIT_BYTES = 24 << 20  # of fp32 logits kept of each model for comparison; more would set the peak of memory
+
 
 @dataclass(frozen=True)
 class Result:
@@ -231,7 +233,7 @@ def _verify(
         weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
         return rewritten, rewrite_weights(context.program, weights, plan)
 
-    settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens, logit_bytes=48 << 20)
+    settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens, logit_bytes=LOGIT_BYTES)
     samples = inside(context.sequences, plan, max(SAMPLES, options.prompts))
     with watch.stage("verify"):
         return verify(
