@@ -19,6 +19,7 @@ from collapse.corpus import Split, builtin_corpus, read_corpus, split
 from collapse.erase import write_checkpoint
 from collapse.errors import CollapseError, OutputError, PlanError, RefutedError
 from collapse.manifest import versions, write_manifest
+from collapse.memory import release_memory
 from collapse.options import DEFAULTS, Options, chosen_passes
 from collapse.passes import Context, Pass
 from collapse.plan import Plan, Rewrite, ShortCircuit, Skipped
@@ -107,6 +108,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         drawn = sequences(checkpoint, schema, parts, options.seed)
     with watch.stage("trace"):
         program = trace(config)
+        release_memory()
     texts = Samples(parts.calibration, parts.held_out) if parts else Samples()
     return Context(
         checkpoint=checkpoint,

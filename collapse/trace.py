@@ -36,6 +36,7 @@ from collapse.errors import UnsupportedError
 from collapse.program import CacheLeaf, Input, Measure, Program, Role
 
 FAKE_TENSOR = "torch._subclasses.fake_tensor"  # it logs a traceback for every failed trace
+KEPT_META = ("val", "nn_module_stack")  # stack traces and the like are half of a traced graph's memory
 CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 
 
@@ -222,6 +223,7 @@ def _settle(graph: fx.GraphModule) -> None:
             continue
         node.args = map_aggregate(node.args, _on_cpu)
         node.kwargs = map_aggregate(node.kwargs, _on_cpu)
+        node.meta = {key: node.meta[key] for key in KEPT_META if key in node.meta}
     graph.recompile()
 
 

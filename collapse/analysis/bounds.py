@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from scipy.optimize import brentq
-from scipy.stats import beta, binom
+from scipy.special import bdtr, betaincinv
 
 
 def clopper_pearson(hits: int, units: int, delta: float) -> float:
@@ -16,7 +16,7 @@ def clopper_pearson(hits: int, units: int, delta: float) -> float:
     """
     if units in {0, hits}:
         return 1.0
-    return float(beta.ppf(1 - delta, hits + 1, units - hits))
+    return float(betaincinv(hits + 1, units - hits, 1 - delta))
 
 
 def hoeffding_bentkus(mean: float, units: int, delta: float) -> float:
@@ -29,7 +29,7 @@ def hoeffding_bentkus(mean: float, units: int, delta: float) -> float:
         return 1.0
 
     def excess(risk: float) -> float:
-        bentkus = math.e * float(binom.cdf(math.ceil(units * mean - 1e-12), units, risk))
+        bentkus = math.e * float(bdtr(math.ceil(units * mean - 1e-12), units, risk))
         return min(math.exp(-units * _divergence(mean, risk)), bentkus) - delta
 
     return _root(excess, mean)
