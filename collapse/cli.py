@@ -152,8 +152,10 @@ def _options(
 
 
 def _watch(quiet: bool) -> Stopwatch:
+    from collapse.memory import map_large_blocks
     from collapse.progress import Stopwatch
 
+    map_large_blocks()
     return Stopwatch(quiet)
 
 
