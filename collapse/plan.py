@@ -18,6 +18,7 @@ from collapse.errors import PlanError
 Grade = Literal["proved", "certified", "measured"]
 Stage = Literal["fuse", "short-circuit", "erase"]
 Replacement = Literal["zero", "identity", "constant"]
+GraphEdit = Literal["next-token", "fold-constants"]
 
 
 class Record(BaseModel):
@@ -118,14 +119,14 @@ class Narrow(_Rewrite):
     """Of every axis in `axes`, all of the same `size`, only the rows in `kept` remain, in ascending order.
 
     `relabels` says what the row numbers are: token ids (inputs, tokenizer and config are renumbered too),
-    or positions.
+    positions, or channels (heads, neurons, experts), which nothing outside the named axes refers to.
     """
 
     kind: Literal["narrow"] = "narrow"
     axes: tuple[Axis, ...]
     size: int
     kept: IndexSet
-    relabels: Literal["tokens", "positions"]
+    relabels: Literal["tokens", "positions", "channels"]
 
     @property
     def dropped(self) -> int:
@@ -133,13 +134,47 @@ class Narrow(_Rewrite):
         return self.size - len(self.kept)
 
 
+class DropLayers(_Rewrite):
+    """Of the `size` blocks in the module list `site` only those in `kept` remain, renumbered from 0 in their order.
+
+    A dropped block passes its input on, and its cache entries go. The tensors are those whose names in the files
+    start with `prefix`, a number and a dot.
+    """
+
+    kind: Literal["drop-layers"] = "drop-layers"
+    prefix: str
+    size: int
+    kept: IndexSet
+
+
+class Reroot(_Rewrite):
+    """The model under `config_root` of the config becomes the whole checkpoint.
+
+    The config of the output is that part of the source's, then edited as `config` says. Tensors are renamed by the
+    first pair of `names` whose left side begins their name; `tensors` and `files` are left out.
+    """
+
+    kind: Literal["reroot"] = "reroot"
+    config_root: str
+    names: tuple[tuple[str, str], ...]
+    tensors: tuple[str, ...]
+    files: tuple[str, ...] = ()
+
+
 class Specialise(_Rewrite):
-    """A config switch that the schema decides; no tensor changes."""
+    """What the schema decides beside the weights: a config switch, or an edit of the graph alone.
+
+    `next-token`: the graph gives logits of the last new position only. `fold-constants`: what the schema makes
+    constant is folded, for sequences of at most `max_tokens`, where `unpadded` says that no request is padded.
+    """
 
     kind: Literal["specialise"] = "specialise"
+    graph: GraphEdit | None = None
+    max_tokens: int | None = None
+    unpadded: bool = False
 
 
-Rewrite = Annotated[Erase | ShortCircuit | Narrow | Specialise, Field(discriminator="kind")]
+Rewrite = Annotated[Erase | ShortCircuit | Narrow | DropLayers | Reroot | Specialise, Field(discriminator="kind")]
 
 
 class Skipped(Record):
