@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import sympy
 import torch
 from torch import fx
+
+from collapse.naming import Naming
 
 Role = Literal["parameter", "buffer", "constant", "input"]
 Measure = Literal["batch", "new", "past", "total"]
@@ -49,7 +51,7 @@ class Program:
         shapes: shape of every parameter and persistent buffer by state-dict name, all tied names included.
         tied: groups of parameter names that are one tensor, each sorted.
         module_types: class name of every module path.
-        prefix: what the causal LM calls its base model; files saved from a base model lack it.
+        naming: how the names in weight files become those of the model.
     """
 
     graph: fx.GraphModule
@@ -60,7 +62,7 @@ class Program:
     shapes: Mapping[str, tuple[int, ...]]
     tied: tuple[tuple[str, ...], ...]
     module_types: Mapping[str, str]
-    prefix: str = ""
+    naming: Naming = field(default_factory=Naming)
 
     @property
     def parameters(self) -> Mapping[str, str]:
@@ -78,8 +80,7 @@ class Program:
 
     def model_name(self, name: str) -> str | None:
         """Return the state-dict name of a tensor that a file calls `name`, or None where no module claims it."""
-        candidates = (name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."))
-        return next((candidate for candidate in candidates if candidate in self.shapes), None)
+        return self.naming.resolve(name)[0]
 
     def with_graph(self, graph: fx.GraphModule, **changes: Any) -> Program:
         """Return the program with another graph; placeholders that the graph lost are dropped from `inputs`."""
@@ -113,14 +114,15 @@ class Program:
         Args:
             weights: parameters and buffers by state-dict name.
             input_ids: `[batch, new]`, int64.
-            attention_mask: `[batch, past + new]`, int64; 0 marks padding.
+            attention_mask: `[batch, past + new]`, int64; 0 marks padding, to which positions do not count.
             cache: what an earlier call returned; None stands for an empty cache.
 
         Returns:
             Logits `[batch, new, vocabulary]`, and the grown cache.
         """
         leaves = cache if cache is not None else [leaf.empty(len(input_ids)) for leaf in self.cache]
-        user = {"input_ids": input_ids, "attention_mask": attention_mask}
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        user = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
         stream = iter(leaves)
         arguments = [self._value(item, weights, user, stream) for item in self.inputs]
         with torch.no_grad():
@@ -147,7 +149,7 @@ def size_of(size: int | torch.SymInt, bindings: Mapping[sympy.Symbol, int]) -> i
 
 
 def _user_measures(target: str, leaves: Iterator[CacheLeaf]) -> tuple[int | Measure, ...]:
-    if target == "input_ids":
+    if target in {"input_ids", "position_ids"}:
         return ("batch", "new")
     if target == "attention_mask":
         return ("batch", "total")

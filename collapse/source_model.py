@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.memory import release_memory
@@ -14,10 +15,11 @@ from collapse.trace import load_config, meta_model, quiet
 
 def load_source(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[PreTrainedModel, frozenset[str]]:
     """Load the source in fp32; return it and the names in its files that no module claims."""
+    kind = auto_class(load_config(checkpoint))
     release_memory()  # what reading text and tracing left behind must not lie under the weights
     with watch.stage("load model"), quiet():
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, report = kind.from_pretrained(
                 str(checkpoint.root), dtype=torch.float32, local_files_only=True, output_loading_info=True
             )
         except Exception as error:  # transformers raises many kinds for files that do not fit

@@ -1,7 +1,8 @@
 """Trace a causal LM into one graph that serves prefill and decode, on the meta device: no weights needed.
 
-The graph takes token ids, an attention mask and a KV cache whose length may be zero, and returns logits and
-the grown cache. One program therefore stands for prefill (empty cache), chunked prefill and decode alike.
+The graph takes token ids, an attention mask, positions (where the model's forward takes them) and a KV cache
+whose length may be zero, and returns logits and the grown cache. One program therefore stands for prefill (empty
+cache), chunked prefill and decode alike, padded or not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import fx
 from torch.export import Dim, ExportedProgram
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.exporters.exporter_dynamo import (
     DynamoConfig,
     DynamoExporter,
@@ -30,9 +31,10 @@ from transformers.exporters.exporter_dynamo import (
 from transformers.exporters.utils import apply_patches
 from transformers.integrations import moe
 
-import collapse.models  # noqa: F401  (registers the reference architecture)
+from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.errors import UnsupportedError
+from collapse.naming import naming_of
 from collapse.program import CacheLeaf, Input, Measure, Program, Role
 
 FAKE_TENSOR = "torch._subclasses.fake_tensor"  # it logs a traceback for every failed trace
@@ -54,7 +56,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     try:
         with quiet(), torch.device("meta"):
             own = copy.deepcopy(config)  # building a model writes its dtype into the config
-            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False)
+            model = auto_class(own).from_config(own, dtype=torch.float32, trust_remote_code=False)
     except Exception as error:
         reason = f"model_type {config.model_type!r} is no causal LM that transformers can build ({_first_line(error)})"
         raise UnsupportedError(reason, where="config.json", fix="give a decoder-only language model") from None
@@ -78,6 +80,8 @@ def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new
                 "input_ids": torch.ones(batch, new, dtype=torch.long, device="meta"),
                 "attention_mask": torch.ones(batch, past + new, dtype=torch.long, device="meta"),
             }
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                arguments["position_ids"] = torch.ones(batch, new, dtype=torch.long, device="meta")
             leaves = _leaf_shapes(model, cache_name)
             if cache is not None:
                 arguments[cache_name] = cache
@@ -211,7 +215,7 @@ def _program(model: PreTrainedModel, exported: ExportedProgram, cache: tuple[Cac
         shapes={name: tuple(tensor.shape) for name, tensor in _state(model).items()},
         tied=groups,
         module_types={name: type(module).__name__ for name, module in model.named_modules()},
-        prefix=model.base_model_prefix,
+        naming=naming_of(model),
     )
 
 

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from collapse.analysis.reachability import reachability
 from collapse.checkpoint import Checkpoint
 from collapse.errors import UnsupportedError
 from collapse.program import Program, size_of
@@ -43,13 +44,15 @@ def test_prefill_and_decode_are_bit_equal_to_eager(kind):
         assert torch.equal(decoded, rest)
 
 
-def test_left_padding_is_bit_equal_to_eager():
-    model, program = tiny_model("llama"), program_of("llama")
+@pytest.mark.parametrize("kind", KINDS)
+def test_left_padding_is_bit_equal_to_eager_with_the_positions_of_generate(kind):
+    model, program = tiny_model(kind), program_of(kind)
     ids = torch.randint(3, 48, (2, 7), generator=torch.Generator().manual_seed(2))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
-        expected = model(input_ids=ids, attention_mask=mask).logits
+        expected = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     found = program.run(weights_of(model), ids, mask)[0]
     assert torch.equal(found[mask.bool()], expected[mask.bool()])
 
@@ -89,4 +92,26 @@ def test_names_of_a_base_model_file_are_found(tmp_path):
     program = program_of("gpt2")
     assert program.model_name("wte.weight") == "transformer.wte.weight"
     assert program.model_name("nonsense.weight") is None
+    assert program.naming.resolve("wte.weight") == ("transformer.wte.weight", False)
     assert Checkpoint.open(save_tiny("gpt2", tmp_path)).model_type == "gpt2"
+
+
+def test_the_files_names_of_experts_lead_to_the_tensor_that_they_are_merged_into():
+    naming = program_of("mixtral").naming
+    fused = "model.layers.1.mlp.experts.gate_up_proj"
+    assert naming.resolve("model.layers.1.block_sparse_moe.experts.3.w1.weight") == (fused, True)
+    assert naming.resolve("model.layers.1.block_sparse_moe.gate.weight") == ("model.layers.1.mlp.gate.weight", False)
+    assert naming.resolve("model.layers.2.block_sparse_moe.gate.weight") == (None, False)
+
+
+def test_a_multimodal_model_is_traced_as_its_text_model():
+    from transformers import LlavaConfig
+
+    text = tiny_config("llama").to_dict()
+    vision = {"model_type": "clip_vision_model", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+              "num_attention_heads": 2, "image_size": 8, "patch_size": 4}  # fmt: skip
+    program = trace(LlavaConfig(text_config=text, vision_config=vision, image_token_index=47))
+    assert program.naming.resolve("language_model.lm_head.weight") == ("lm_head.weight", False)
+    assert not reachability(program).read & {name for name in program.shapes if "language_model" not in name} - {
+        "lm_head.weight"
+    }

@@ -90,6 +90,8 @@ def _index_inputs(program: Program, new: int, past: int) -> list[torch.Tensor]:
             values.append(torch.zeros(1, new, dtype=torch.long))
         elif item.target == "attention_mask":
             values.append(torch.ones(1, past + new, dtype=torch.long))
+        elif item.target == "position_ids":
+            values.append(torch.arange(past, past + new)[None])
         elif item.role == "input":
             shape = [size if isinstance(size, int) else sizes[size] for size in next(leaves).shape]
             values.append(torch.zeros(1).expand(shape))

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.memory import release_memory
@@ -191,7 +192,8 @@ def _run_source(source: Checkpoint, job: Job, columns: list[int] | None, watch: 
 
 def _load_and_run(folder: Path, job: Job, columns: torch.Tensor | None, watch: Stopwatch) -> Loaded:
     with quiet():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        model, info = auto_class(config).from_pretrained(
             str(folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
         _align(model)

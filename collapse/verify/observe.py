@@ -47,7 +47,6 @@ class Runner(Protocol):
     """One model, or one graph with its weights."""
 
     has_cache: bool
-    pads: bool
 
     def __call__(
         self, ids: torch.Tensor, mask: torch.Tensor, cache: Any, positions: Sequence[int]
@@ -58,8 +57,6 @@ class Runner(Protocol):
 
 class ModelRunner:
     """Runs a transformers model."""
-
-    pads = True
 
     def __init__(self, model: PreTrainedModel, watch: Stopwatch | None = None) -> None:
         self._model = model
@@ -89,9 +86,7 @@ class ModelRunner:
 
 
 class ProgramRunner:
-    """Runs a traced program on weights in memory; it numbers positions itself, so padded rows are left out."""
-
-    pads = False
+    """Runs a traced program on weights in memory."""
 
     def __init__(self, program: Program, weights: Mapping[str, torch.Tensor], watch: Stopwatch | None = None) -> None:
         self._program, self._weights = program, weights
@@ -116,7 +111,7 @@ def observe(run: Runner, job: Job, columns: torch.Tensor | None = None) -> Obser
         )
         through = job.cached if run.has_cache else ()
         cached = tuple(_picked(_through_cache(run, job.sequences[n], job.decode), columns) for n in through)
-        padded = _picked(_padded(run, job), columns) if run.pads and job.padded else None
+        padded = _picked(_padded(run, job), columns) if job.padded else None
         greedy = tuple(c for group in job.prompts for c in _continued(run, group, job.new_tokens, columns))
     return Observation(full, cached, padded, greedy)
 
