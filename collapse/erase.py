@@ -13,10 +13,11 @@ from pathlib import Path
 from collapse.canonical import chunks
 from collapse.checkpoint import INDEX, Checkpoint
 from collapse.manifest import FileRecord
-from collapse.plan import Plan
+from collapse.plan import Plan, Reroot
 from collapse.rewrite.bytes import SourceReader
+from collapse.rewrite.config import config_edits
 from collapse.rewrite.layout import Shard, header, index, shards
-from collapse.rewrite.tensors import config_edits, output_tensors, token_narrow
+from collapse.rewrite.tensors import output_tensors, token_narrow
 
 MAX_SHARD_SIZE = 5_000_000_000  # bytes; transformers' own default is of this order
 CONFIG = "config.json"
@@ -58,12 +59,13 @@ def side_files(checkpoint: Checkpoint, plan: Plan) -> Mapping[str, bytes | None]
 
     Token ids are renumbered first, then config.json is edited; it keeps the order of its fields.
     """
-    sides: dict[str, bytes | None] = dict.fromkeys(checkpoint.side_files)
+    dropped = {name for rewrite in plan.of_kind(Reroot) for name in rewrite.files}
+    sides: dict[str, bytes | None] = {name: None for name in checkpoint.side_files if name not in dropped}
     narrow = token_narrow(plan)
     if narrow is not None:
         from collapse.rewrite.tokenizer import narrow_side_files  # only models with renumbered ids need it
 
-        originals = {name: (checkpoint.root / name).read_bytes() for name in checkpoint.side_files}
+        originals = {name: (checkpoint.root / name).read_bytes() for name in sides}
         rewritten = narrow_side_files(originals, narrow.kept, narrow.size)
         sides = {name: None if data == originals.get(name) else data for name, data in rewritten.items()}
     current = sides[CONFIG]

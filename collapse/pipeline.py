@@ -29,8 +29,9 @@ from collapse.report.data import Report, build_report
 from collapse.report.graph import report_graph
 from collapse.report.markdown import to_markdown
 from collapse.report.render import render
+from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
-from collapse.rewrite.tensors import config_edits, token_narrow
+from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
 from collapse.source_model import load_source

@@ -137,25 +137,29 @@ class Narrow(_Rewrite):
 class DropLayers(_Rewrite):
     """Of the `size` blocks in the module list `site` only those in `kept` remain, renumbered from 0 in their order.
 
-    A dropped block passes its input on, and its cache entries go. The tensors are those whose names in the files
-    start with `prefix`, a number and a dot.
+    A dropped block passes its input on, and its cache entries go. Names in the files are `prefix`, the block's
+    number, a dot and the rest; `tensors` are those of the dropped blocks.
     """
 
     kind: Literal["drop-layers"] = "drop-layers"
     prefix: str
     size: int
     kept: IndexSet
+    tensors: tuple[str, ...]
 
 
 class Reroot(_Rewrite):
     """The model under `config_root` of the config becomes the whole checkpoint.
 
-    The config of the output is that part of the source's, then edited as `config` says. Tensors are renamed by the
-    first pair of `names` whose left side begins their name; `tensors` and `files` are left out.
+    The config of the output is that part of the source's, with the fields `inherits` of the whole where it has them,
+    and then with the edits of `config`, which are paths in the new config; other rewrites' paths are the source's.
+    Tensors are renamed by the first pair of `names` whose left side begins their name; `tensors` and `files` are left
+    out.
     """
 
     kind: Literal["reroot"] = "reroot"
     config_root: str
+    inherits: tuple[str, ...] = ()
     names: tuple[tuple[str, str], ...]
     tensors: tuple[str, ...]
     files: tuple[str, ...] = ()

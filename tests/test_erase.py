@@ -17,7 +17,8 @@ from collapse.checkpoint import INDEX, Checkpoint, TensorInfo
 from collapse.errors import PlanError
 from collapse.manifest import load_manifest
 from collapse.plan import Axis, IndexSet, Narrow, Plan, ShortCircuit, Specialise
-from collapse.rewrite.tensors import OutputTensor, Piece, config_edits, output_tensors
+from collapse.rewrite.config import config_edits
+from collapse.rewrite.tensors import OutputTensor, Piece, output_tensors
 from tests.exported import EMBEDDING, KEPT
 from tests.tiny import (
     CONTEXT,

@@ -6,15 +6,14 @@ zeros. Writer and verifier both follow these pieces, and neither needs torch.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
 
 from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
 from collapse.errors import PlanError
-from collapse.plan import Erase, IndexSet, Narrow, Plan, ShortCircuit
+from collapse.plan import DropLayers, Erase, IndexSet, Narrow, Plan, Reroot, ShortCircuit
 
 PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, PLACEHOLDER = "F32", (4,), bytes(16)
 
@@ -77,16 +76,45 @@ def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ..
     for name in narrowed:
         if name in erased:
             raise PlanError(f"tensor {name} is both erased and narrowed", where="plan", fix="make a new plan")
-    return tuple(
-        _output(info, narrowed.get(name, {}), name in placeholders)
+    found = tuple(
+        _output(info, output_name(plan, name), narrowed.get(name, {}), name in placeholders)
         for name, info in checkpoint.tensors.items()
         if name not in erased or name in placeholders
     )
+    _require_distinct(found)
+    return found
+
+
+def output_name(plan: Plan, name: str) -> str:
+    """Return what the output calls the source's tensor `name`: layers are renumbered, then names re-rooted."""
+    for dropped in plan.of_kind(DropLayers):
+        name = _renumbered(dropped, name)
+    for rooted in plan.of_kind(Reroot):
+        left, right = next((pair for pair in rooted.names if name.startswith(pair[0])), ("", ""))
+        name = right + name[len(left) :]
+    return name
+
+
+def layer_number(dropped: DropLayers, name: str) -> int | None:
+    """Return the number of the block that a tensor of the files belongs to, None for one outside the list."""
+    number, dot, _ = name.removeprefix(dropped.prefix).partition(".")
+    inside = name.startswith(dropped.prefix) and dot and number.isdecimal()
+    return int(number) if inside else None
+
+
+def _renumbered(dropped: DropLayers, name: str) -> str:
+    number = layer_number(dropped, name)
+    if number is None or number not in dropped.kept:
+        return name
+    rest = name[len(f"{dropped.prefix}{number}") :]
+    return f"{dropped.prefix}{list(dropped.kept).index(number)}{rest}"
 
 
 def erased_names(plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of the tensors that the plan takes out of the file, and of those that leave a placeholder."""
-    erased = {name for rewrite in plan.of_kind(Erase) for name in rewrite.tensors}
+    erased = {
+        name for kind in (Erase, DropLayers, Reroot) for rewrite in plan.of_kind(kind) for name in rewrite.tensors
+    }
     shorted = [rewrite for rewrite in plan.of_kind(ShortCircuit) if rewrite.stage == "erase"]
     erased |= {name for rewrite in shorted for name in rewrite.tensors}
     placeholders = {name for rewrite in shorted if rewrite.placeholder for name in rewrite.tensors}
@@ -101,50 +129,39 @@ def token_narrow(plan: Plan) -> Narrow | None:
     return found[0] if found else None
 
 
-def config_edits(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return `config` with the dotted-path edits of all rewrites applied, later ones over earlier ones.
-
-    A part that is a number is the place in a list. Raises `PlanError` where the object or the place in a list that
-    an edit is about is not there; the last part may be a new field.
-    """
-    edited = copy.deepcopy(dict(config))
-    for rewrite in plan.rewrites:
-        for path, value in sorted(rewrite.config.items()):
-            *parents, last = path.split(".")
-            place: Any = edited
-            for part in parents:
-                place = _part_of(place, part)
-            if isinstance(place, dict):
-                place[last] = copy.deepcopy(value)
-            elif _part_of(place, last) is not None:
-                place[int(last)] = copy.deepcopy(value)
-            else:
-                raise PlanError(f"config.json has no {path}", where=path, fix="make a new plan")
-    return edited
-
-
-def _part_of(place: Any, part: str) -> Any:
-    """Return a field of an object or an element of a list; None where there is none."""
-    if isinstance(place, dict):
-        return place.get(part)
-    inside = isinstance(place, list) and part.isdecimal() and int(part) < len(place)
-    return place[int(part)] if inside else None
-
-
-def _output(info: TensorInfo, kept: Mapping[int, IndexSet], placeholder: bool) -> OutputTensor:
+def _output(info: TensorInfo, name: str, kept: Mapping[int, IndexSet], placeholder: bool) -> OutputTensor:
     if placeholder:
-        return OutputTensor(info.name, PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, None)
+        return OutputTensor(name, PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, None)
     shape = tuple(len(kept[dim]) if dim in kept else size for dim, size in enumerate(info.shape))
     _require_whole_bytes(info, kept)
-    return OutputTensor(info.name, info.dtype, shape, info, kept)
+    return OutputTensor(name, info.dtype, shape, info, kept)
 
 
 def _erased(checkpoint: Checkpoint, plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
     token_narrow(plan)
-    for rewrite in (*plan.of_kind(Erase), *plan.of_kind(ShortCircuit)):
-        for name in rewrite.tensors:
-            _require_tensor(checkpoint, name, rewrite.site)
+    for kind in (Erase, ShortCircuit, DropLayers, Reroot):
+        for rewrite in plan.of_kind(kind):
+            for name in rewrite.tensors:
+                _require_tensor(checkpoint, name, rewrite.site)
+    for dropped in plan.of_kind(DropLayers):
+        _require_whole_blocks(checkpoint, dropped)
     return erased_names(plan)
+
+
+def _require_whole_blocks(checkpoint: Checkpoint, dropped: DropLayers) -> None:
+    """A dropped block goes with all its tensors, and nothing goes with it that is not its own."""
+    _require_rows(dropped)
+    numbers = {name: layer_number(dropped, name) for name in checkpoint.tensors}
+    blocks = set(range(dropped.size)) - set(dropped.kept)
+    if set(dropped.tensors) != {name for name, number in numbers.items() if number in blocks}:
+        raise PlanError("does not list just the tensors of its blocks", where=dropped.site, fix="make a new plan")
+
+
+def _require_distinct(tensors: Sequence[OutputTensor]) -> None:
+    names = Counter(tensor.name for tensor in tensors)
+    twice = next((name for name, count in names.items() if count > 1), None)
+    if twice is not None:
+        raise PlanError("two tensors would get one name", where=twice, fix="make a new plan")
 
 
 def _narrowed(checkpoint: Checkpoint, plan: Plan) -> dict[str, dict[int, IndexSet]]:
@@ -173,7 +190,7 @@ def _require_tensor(checkpoint: Checkpoint, name: str, site: str) -> TensorInfo:
     return info
 
 
-def _require_rows(rewrite: Narrow) -> None:
+def _require_rows(rewrite: Narrow | DropLayers) -> None:
     if not rewrite.kept.runs:
         raise PlanError("no row is kept", where=rewrite.site, fix="make a new plan")
     if rewrite.kept.runs[-1][1] > rewrite.size or rewrite.kept.runs[0][0] < 0:
