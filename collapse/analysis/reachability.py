@@ -60,7 +60,7 @@ def reachability(program: Program) -> Reachability:
 
 def live_nodes(graph: fx.Graph) -> set[str]:
     """Return the names of all nodes that an output, or a write the caller can see, depends on."""
-    roots = _roots(graph)
+    roots = storage_roots(graph)
     writes = [(node, roots[written]) for node in graph.nodes for written in written_arguments(node)]
     pending = [node for node in graph.nodes if node.op == "output" or _outlives(node, roots)]
     live: set[fx.Node] = set()
@@ -104,7 +104,7 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
     return tuple(value for value in written if isinstance(value, fx.Node))
 
 
-def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Map each node to the node whose storage it may share: views and in-place results lead to their base."""
     roots: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
