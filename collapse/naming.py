@@ -20,12 +20,14 @@ class Naming:
         known: state-dict names, persistent buffers included.
         prefix: what the model calls its base model; files saved from a base model lack it.
         renamings, converters: transformers' rules; a converter makes one tensor of several (experts, say).
+        computed: last parts of the names of buffers that the model computes itself, whatever a file says.
     """
 
     known: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     renamings: tuple[WeightRenaming, ...] = ()
     converters: tuple[WeightConverter, ...] = ()
+    computed: frozenset[str] = frozenset()
 
     def resolve(self, name: str) -> tuple[str | None, bool]:
         """Return the model's name for a file's tensor, None where no module claims it, and whether it is merged.
@@ -46,9 +48,11 @@ class Naming:
 def naming_of(model: PreTrainedModel) -> Naming:
     """Return the naming of a model, which may be on the meta device."""
     rules = get_model_conversion_mapping(model)
+    saved = model.state_dict()
     return Naming(
-        known=dict.fromkeys(model.state_dict(), True),
+        known=dict.fromkeys(saved, True),
         prefix=model.base_model_prefix,
         renamings=tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
         converters=tuple(rule for rule in rules if isinstance(rule, WeightConverter)),
+        computed=frozenset(name.rpartition(".")[2] for name, _ in model.named_buffers() if name not in saved),
     )

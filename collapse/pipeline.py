@@ -137,6 +137,7 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:
             proposal = one.propose(context)
         rewrites.extend(proposal.rewrites)
         skipped.extend(proposal.skipped)
+    gone = {name for rewrite in rewrites for name in getattr(rewrite, "tensors", ())}
     return Plan(
         source=context.checkpoint.digest,
         model_type=context.checkpoint.model_type,
@@ -144,7 +145,7 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:
         schema_digest=context.schema.digest,
         stage=context.stage,
         rewrites=tuple(rewrites),
-        skipped=tuple(skipped),
+        skipped=tuple(one for one in skipped if one.site not in gone),  # what another pass takes is no near miss
         created_by=versions(),
     )
 

@@ -149,16 +149,17 @@ class DropLayers(_Rewrite):
 
 
 class Reroot(_Rewrite):
-    """The model under `config_root` of the config becomes the whole checkpoint.
+    """The model whose config stands under `config_root` becomes the whole checkpoint.
 
-    The config of the output is that part of the source's, with the fields `inherits` of the whole where it has them,
-    and then with the edits of `config`, which are paths in the new config; other rewrites' paths are the source's.
-    Tensors are renamed by the first pair of `names` whose left side begins their name; `tensors` and `files` are left
-    out.
+    The config of the output has the `fields` of that part of the source's (of the whole, where `config_root` is
+    empty), then those of `inherits` that the whole has, then the edits of `config`, which are paths in the new config;
+    other rewrites' paths are the source's. Tensors are renamed by the first pair of `names` whose left side begins
+    their name; `tensors` and `files` are left out.
     """
 
     kind: Literal["reroot"] = "reroot"
     config_root: str
+    fields: tuple[str, ...]
     inherits: tuple[str, ...] = ()
     names: tuple[tuple[str, str], ...]
     tensors: tuple[str, ...]

@@ -47,8 +47,30 @@ def test_a_tensor_that_no_module_claims_goes_as_proved(tmp_path):
     edit_weights(root, lambda t: t.update({"visual.extra.weight": torch.ones(3, 2)}))
     proposal = unread(root)
     (erase,) = proposal.rewrites
-    assert erase.tensors == ("visual.extra.weight",)
+    assert (erase.site, erase.tensors) == ("visual", ("visual.extra.weight",))
     assert (erase.evidence.grade, erase.evidence.figures["bytes"]) == ("proved", 24)
+
+
+def test_an_auxiliary_head_goes_as_one_site_though_transformers_passes_over_it_silently(tmp_path):
+    root = save_tiny("deepseek_v3", tmp_path)
+    head = {f"model.layers.61.{name}": torch.ones(2, 2) for name in ("enorm.weight", "shared_head.head.weight")}
+    edit_weights(root, lambda t: t.update(head))
+    (erase,) = UnreadWeights().propose(context_of(root, bounded(16))).rewrites
+    assert (erase.site, erase.tensors) == ("model.layers.61", tuple(sorted(head)))
+    assert erase.evidence.figures == {"bytes": 32, "parameters": 8}
+
+
+def test_stored_buffers_that_the_model_computes_go(tmp_path):
+    root = save_tiny("llama", tmp_path)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_weights(root, lambda t: t.update({name: torch.ones(2)}))
+    (erase,) = unread(root).rewrites
+    assert erase.tensors == (name,)
+    assert "the model computes this buffer itself" in erase.evidence.claim
+
+
+def test_experts_that_are_merged_on_loading_are_claimed(tmp_path):
+    assert unread(save_tiny("mixtral", tmp_path), "mixtral").rewrites == ()
 
 
 def test_a_tied_copy_of_the_same_bytes_goes_and_the_embedding_stays(tmp_path):

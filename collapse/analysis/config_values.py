@@ -7,8 +7,9 @@ import copy
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from collapse.auto import auto_class
 from collapse.trace import quiet
 
 
@@ -21,7 +22,7 @@ def config_values(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
     with quiet(), torch.no_grad():
         with init_empty_weights(include_buffers=False):
             own = copy.deepcopy(config)  # building a model writes its dtype into the config
-            model = AutoModelForCausalLM.from_config(own, dtype=torch.float32, trust_remote_code=False)
+            model = auto_class(own).from_config(own, dtype=torch.float32, trust_remote_code=False)
         _make_late_tables(model)
     values = {name: buffer for name, buffer in model.named_buffers() if buffer.device.type != "meta"}
     for path, module in model.named_modules():

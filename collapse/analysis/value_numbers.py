@@ -82,7 +82,7 @@ class Numbering:
         self.result[node] = self._number(node)
         if root is node:
             self._content[node] = self.result[node]
-        if root is node or node.target in _SAME and node.args[0] in self._whole:
+        if root is node or (node.target in _SAME and node.args[0] in self._whole):
             self._whole.add(node)
         for argument in written:
             self._write(node, argument, alone=len(written) == 1)

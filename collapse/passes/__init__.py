@@ -5,9 +5,10 @@ from __future__ import annotations
 from collapse.passes.base import Context, Pass, Proposal
 from collapse.passes.dead_module import DeadModule
 from collapse.passes.positions import Positions
+from collapse.passes.text_only import TextOnly
 from collapse.passes.unread_weights import UnreadWeights
 from collapse.passes.vocabulary import Vocabulary
 
-PASSES: tuple[Pass, ...] = (UnreadWeights(), Positions(), Vocabulary(), DeadModule())
+PASSES: tuple[Pass, ...] = (TextOnly(), UnreadWeights(), Positions(), Vocabulary(), DeadModule())
 
 __all__ = ["PASSES", "Context", "Pass", "Proposal"]

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
+
+from transformers import PreTrainedConfig
 
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Erase, Evidence, Skipped
+
+UNCLAIMED = "no module of the model claims it"
+COMPUTED = "the model computes this buffer itself when it is built"
+SHARED_KV = (
+    "its layer attends to the keys and values of an earlier one; vLLM before the change of 2 September 2026 (pull "
+    "request 54917) asks for such tensors all the same"
+)
 
 
 @dataclass(frozen=True)
@@ -25,14 +37,15 @@ def propose_unread(context: Context, name: str) -> Proposal:
     A tensor that a module claims but no graph reads stays where plain transformers would miss it and fill the
     hole with random numbers; it is listed as a near miss.
     """
-    rewrites: list[Erase] = []
-    skipped: list[Skipped] = []
-    unclaimed = unclaimed_tensors(context)
     copies = {
         tensor: f"it is tied to {first} and holds the same bytes" for tensor, first in context.tied_copies.items()
     }
-    for tensor, reason in sorted({**unclaimed, **copies}.items()):
-        rewrites.append(_erase(context, name, tensor, reason))
+    rewrites = [_erase(context, name, tensor, (tensor,), reason) for tensor, reason in copies.items()]
+    rewrites += [
+        _erase(context, name, site, tensors, _reason(context, tensors))
+        for site, tensors in unclaimed_sites(context).items()
+    ]
+    skipped: list[Skipped] = []
     for tensor in sorted(context.checkpoint.tensors):
         if context.program.model_name(tensor) in context.reachability.unread and tensor not in copies:
             reason = "no program reads it, but its module claims it: plain transformers would report it missing"
@@ -40,27 +53,51 @@ def propose_unread(context: Context, name: str) -> Proposal:
     if not rewrites and not skipped:
         reason = "every tensor in the files is claimed by a module and read by the traced graph"
         skipped.append(Skipped(pass_name=name, site="model", reason=reason))
-    return Proposal(tuple(rewrites), tuple(skipped))
+    return Proposal(tuple(sorted(rewrites, key=lambda erase: erase.site)), tuple(skipped))
 
 
-def unclaimed_tensors(context: Context) -> dict[str, str]:
-    """Return the tensors of the files that transformers itself reports as unexpected when it loads the model.
+def unclaimed_sites(context: Context) -> dict[str, tuple[str, ...]]:
+    """Return site -> tensors that no module claims, by transformers' own rules for the names in files.
 
-    The model is loaded for this only where a name in the files is not a name of the model.
+    A site is the outermost path with unclaimed tensors only: a whole auxiliary head, or one tensor.
     """
-    foreign = [tensor for tensor in context.checkpoint.tensors if context.program.model_name(tensor) is None]
-    if not foreign:
-        return {}
-    unexpected = context.loaded[1]
-    return {tensor: "no module of the model claims it" for tensor in foreign if tensor in unexpected}
+    claims = {tensor: context.program.model_name(tensor) is not None for tensor in context.checkpoint.tensors}
+    alive = {path for tensor, claimed in claims.items() if claimed for path in _paths(tensor)}
+    sites: dict[str, list[str]] = {}
+    for tensor in sorted(tensor for tensor, claimed in claims.items() if not claimed):
+        site = next(path for path in _paths(tensor) if path not in alive)
+        sites.setdefault(site, []).append(tensor)
+    return {site: tuple(tensors) for site, tensors in sites.items()}
 
 
-def _erase(context: Context, name: str, tensor: str, reason: str) -> Erase:
-    info = context.checkpoint.tensors[tensor]
+def _paths(tensor: str) -> Iterable[str]:
+    """Yield the paths that lead to a tensor, outermost first, its own name last."""
+    return accumulate(tensor.split("."), lambda path, part: f"{path}.{part}")
+
+
+def _reason(context: Context, tensors: tuple[str, ...]) -> str:
+    computed = context.program.naming.computed
+    if all(tensor.rpartition(".")[2] in computed for tensor in tensors):
+        return COMPUTED
+    if all(_shares_kv(context.config, tensor) for tensor in tensors):
+        return SHARED_KV
+    return UNCLAIMED
+
+
+def _shares_kv(config: PreTrainedConfig, tensor: str) -> bool:
+    """Whether the tensor belongs to the attention of one of the last layers, which the config says share keys."""
+    text = config.get_text_config()
+    shared = getattr(text, "num_kv_shared_layers", 0) or 0
+    layer = re.search(r"\.layers\.(\d+)\.self_attn\.", tensor)
+    return layer is not None and int(layer[1]) >= text.num_hidden_layers - shared
+
+
+def _erase(context: Context, name: str, site: str, tensors: tuple[str, ...], reason: str) -> Erase:
+    infos = [context.checkpoint.tensors[tensor] for tensor in tensors]
     evidence = Evidence(
         grade="proved",
-        claim=f"{tensor} is never read: {reason}",
-        method="names and ties of the model, liveness in the traced graph by tied group",
-        figures={"bytes": info.nbytes, "parameters": info.numel},
+        claim=f"{site} is never read: {reason}",
+        method="transformers' own rules for names and ties, liveness in the traced graph by tied group",
+        figures={"bytes": sum(info.nbytes for info in infos), "parameters": sum(info.numel for info in infos)},
     )
-    return Erase(pass_name=name, site=tensor, evidence=evidence, tensors=(tensor,))
+    return Erase(pass_name=name, site=site, evidence=evidence, tensors=tensors)

@@ -24,10 +24,11 @@ def config_edits(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _rooted(config: Mapping[str, Any], rewrite: Reroot) -> dict[str, Any]:
-    part = config.get(rewrite.config_root)
-    if not isinstance(part, dict):
+    part = config.get(rewrite.config_root) if rewrite.config_root else config
+    if not isinstance(part, Mapping):
         raise PlanError(f"config.json has no {rewrite.config_root}", where=rewrite.site, fix="make a new plan")
-    return part | {name: config[name] for name in rewrite.inherits if config.get(name) is not None}
+    own = {name: part[name] for name in rewrite.fields if name in part}
+    return own | {name: config[name] for name in rewrite.inherits if config.get(name) is not None}
 
 
 def _edited(config: Mapping[str, Any], rewrites: Sequence[Rewrite]) -> dict[str, Any]:
