@@ -96,12 +96,16 @@ def _strings(key: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def size_fields(config: Mapping[str, Any], size: int | None = None) -> tuple[tuple[str, int], ...]:
-    """Return (dotted field, rows) of `vocab_size`, top level and text config, where equal to `size`."""
+    """Return (dotted field, rows) of `vocab_size`, top level and text config, where equal to `size`.
+
+    Given a size, so are the fields of further token tables, such as `vocab_size_per_layer_input`.
+    """
     found = []
     for prefix, part in (("", config), ("text_config.", config.get("text_config"))):
-        rows = part.get("vocab_size") if isinstance(part, Mapping) else None
-        if type(rows) is int and size in (None, rows):
-            found.append((f"{prefix}vocab_size", rows))
+        for name, rows in part.items() if isinstance(part, Mapping) else ():
+            wanted = name == "vocab_size" if size is None else name.startswith("vocab_size") and rows == size
+            if wanted and type(rows) is int:
+                found.append((f"{prefix}{name}", rows))
     return tuple(found)
 
 
