@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 import collapse.models  # noqa: F401  (registers the reference architecture)
 
@@ -18,3 +19,9 @@ def auto_class(config: PreTrainedConfig) -> Any:
     known = type(config) in AutoModelForCausalLM._model_mapping
     wraps = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if wraps and not known else AutoModelForCausalLM
+
+
+def config_from(values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Return the config that config.json's `values` stand for; numbers that JSON lacks are spelled as objects there."""
+    kind = CONFIG_MAPPING[values["model_type"]]
+    return kind.from_dict(kind._decode_special_floats(dict(values)))

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from collapse.analysis.config_cost import cost_of_config
 from collapse.analysis.flops import Cost, cost
 from collapse.analysis.token_use import Samples
+from collapse.auto import config_from
 from collapse.canonical import dumps
 from collapse.checkpoint import DTYPE_BITS, Checkpoint
 from collapse.corpus import Split, builtin_corpus, read_corpus, split
@@ -268,7 +268,7 @@ def _costs(context: Context, rewritten: Program, plan: Plan, watch: Stopwatch) -
         if not any(cut.config for cut in plan.of_kind(ShortCircuit)):
             return before, cost(rewritten, prompt=prompt, element_bytes=sizes)
     edited = config_edits(context.checkpoint.config, plan)
-    config = AutoConfig.for_model(**edited)
+    config = config_from(edited)
     with watch.stage("trace"):
         return before, cost_of_config(config, prompt=prompt, element_bytes=sizes).cost
 

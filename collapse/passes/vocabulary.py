@@ -7,6 +7,7 @@ from functools import reduce
 from operator import getitem
 
 from collapse.analysis.token_use import Declined, TokenUse, token_use
+from collapse.auto import config_from
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Axis, Narrow, Skipped
 from collapse.token_ids import map_ids
@@ -49,7 +50,7 @@ def _loads_narrowed(context: Context, rewrite: Narrow) -> bool:
     for path, value in rewrite.config.items():
         *parents, last = path.split(".")
         reduce(getitem, parents, edited)[last] = value
-    model = meta_model(type(context.config).from_dict(edited))
+    model = meta_model(config_from(edited))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=False)}
     program = context.program
     tables = {alias for a in rewrite.axes for alias in program.aliases(program.model_name(a.tensor) or a.tensor)}
