@@ -164,7 +164,10 @@ def _against_graph(
     query heads of one new token, where the traced one repeats keys and values.
     """
     program, weights = reference() if callable(reference) else reference
-    graph = observe(ProgramRunner(program, weights, watch), replace(new_job, prompts=new_job.prompts[:1]))
+    try:
+        graph = observe(ProgramRunner(program, weights, watch), replace(new_job, prompts=new_job.prompts[:1]))
+    except Exception as error:  # an operator that refuses what it is given raises many kinds
+        return [(Check(name="graph", passed=None, detail=f"the graph cannot be run: {_one_line(error)}"), None)]
     ids = columns or list(range(before.full[0].shape[1]))
     wide = EQ.widened(allowed_difference(plan))
     findings = [
@@ -228,8 +231,11 @@ def _loading_check(after: Loaded, plan: Plan, inherited: Sequence[str]) -> Check
 
 
 def _not_loaded(error: Exception) -> Check:
-    reason = " ".join((str(error).strip() or type(error).__name__).split())[:300]
-    return Check(name="load", passed=False, detail=f"transformers cannot run the output: {reason}")
+    return Check(name="load", passed=False, detail=f"transformers cannot run the output: {_one_line(error)}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join((str(error).strip() or type(error).__name__).split())[:300]
 
 
 def _inside(
