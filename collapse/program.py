@@ -88,15 +88,28 @@ class Program:
         inputs = tuple(item for item in self.inputs if item.placeholder in left)
         return replace(self, graph=graph, inputs=inputs, **changes)
 
+    @property
+    def masks_past(self) -> bool:
+        """Whether the attention mask covers what the cache holds; not where the cache keeps no single tokens."""
+        return any("past" in leaf.shape for leaf in self.cache)
+
+    def user_inputs(self) -> Iterator[tuple[Input, tuple[int | Measure, ...]]]:
+        """Yield what a caller passes, in order, and what its sizes measure."""
+        leaves = iter(self.cache)
+        given: Mapping[str, tuple[int | Measure, ...]] = {
+            "input_ids": ("batch", "new"),
+            "position_ids": ("batch", "new"),
+            "attention_mask": ("batch", "total" if self.masks_past else "new"),
+        }
+        for item in self.inputs:
+            if item.role == "input":
+                yield item, given[item.target] if item.target in given else next(leaves).shape
+
     def bindings(self, *, batch: int, new: int, past: int) -> dict[sympy.Symbol, int]:
         """Return what each size symbol of a dynamic graph stands for in a call with these sizes."""
         values: Mapping[Measure, int] = {"batch": batch, "new": new, "past": past, "total": past + new}
-        leaves = iter(self.cache)
         bound: dict[sympy.Symbol, int] = {}
-        for item in self.inputs:
-            if item.role != "input":
-                continue
-            measures = _user_measures(item.target, leaves)
+        for item, measures in self.user_inputs():
             for size, measure in zip(self.placeholder(item.placeholder).meta["val"].shape, measures, strict=True):
                 if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                     bound[size.node.expr] = values[measure]  # type: ignore[index]
@@ -122,7 +135,8 @@ class Program:
         """
         leaves = cache if cache is not None else [leaf.empty(len(input_ids)) for leaf in self.cache]
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
-        user = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": positions}
+        mask = attention_mask if self.masks_past else attention_mask[:, -input_ids.shape[1] :]
+        user = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}
         stream = iter(leaves)
         arguments = [self._value(item, weights, user, stream) for item in self.inputs]
         with torch.no_grad():
@@ -146,11 +160,3 @@ class Program:
 def size_of(size: int | torch.SymInt, bindings: Mapping[sympy.Symbol, int]) -> int:
     """Return a size of a traced shape as a number, given what its symbols stand for."""
     return int(size.node.expr.subs(bindings)) if isinstance(size, torch.SymInt) else int(size)
-
-
-def _user_measures(target: str, leaves: Iterator[CacheLeaf]) -> tuple[int | Measure, ...]:
-    if target in {"input_ids", "position_ids"}:
-        return ("batch", "new")
-    if target == "attention_mask":
-        return ("batch", "total")
-    return next(leaves).shape

@@ -29,12 +29,12 @@ from transformers.exporters.exporter_dynamo import (
     register_cache_pytrees_for_model,
 )
 from transformers.exporters.utils import apply_patches
-from transformers.integrations import moe
 
 from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.errors import UnsupportedError
 from collapse.naming import naming_of
+from collapse.portable import portable
 from collapse.program import CacheLeaf, Input, Measure, Program, Role
 
 FAKE_TENSOR = "torch._subclasses.fake_tensor"  # it logs a traceback for every failed trace
@@ -74,15 +74,16 @@ def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new
     try:
         # The cache of fake-tensor results costs more than it saves on symbolic shapes: 63 s -> 41 s on SmolLM2.
         uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=not dynamic)
-        with quiet(), portable_experts(), uncached, torch.no_grad():
+        with quiet(), portable(), uncached, torch.no_grad():
             cache_name, cache = _example_cache(model, batch, past)
+            leaves = _leaf_shapes(model, cache_name)
+            masked = past + new if any(leaf and "past" in leaf.shape for leaf in leaves) else new
             arguments: dict[str, Any] = {
                 "input_ids": torch.ones(batch, new, dtype=torch.long, device="meta"),
-                "attention_mask": torch.ones(batch, past + new, dtype=torch.long, device="meta"),
+                "attention_mask": torch.ones(batch, masked, dtype=torch.long, device="meta"),
             }
             if "position_ids" in inspect.signature(model.forward).parameters:
                 arguments["position_ids"] = torch.ones(batch, new, dtype=torch.long, device="meta")
-            leaves = _leaf_shapes(model, cache_name)
             if cache is not None:
                 arguments[cache_name] = cache
             shapes = _dynamic_shapes(arguments, cache_name, leaves) if dynamic else None
@@ -93,7 +94,20 @@ def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new
     except Exception as error:
         reason = f"{type(model).__name__} cannot be traced ({_first_line(error)})"
         raise UnsupportedError(reason, where="trace", fix="report it with the config.json") from error
-    return _program(model, exported, tuple(leaf for leaf in leaves if leaf is not None))
+    program = _program(model, exported, tuple(leaf for leaf in leaves if leaf is not None))
+    if dynamic:
+        _require_any_size(program, type(model).__name__)
+    return program
+
+
+def _require_any_size(program: Program, model: str) -> None:
+    """Refuse a graph that holds for the example's sizes only: the model's code loops over them, say."""
+    for item, measures in program.user_inputs():
+        for size, measure in zip(program.placeholder(item.placeholder).meta["val"].shape, measures, strict=True):
+            if isinstance(measure, str) and isinstance(size, int):
+                only = f"its code makes the graph one for {measure} = {size} only"
+                reason = f"{model} cannot be traced for every size ({only})"
+                raise UnsupportedError(reason, where="trace", fix="report it with the config.json")
 
 
 def _first_line(error: Exception) -> str:
@@ -119,22 +133,6 @@ def quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
         if bars:
             transformers.utils.logging.enable_progress_bar()
-
-
-@contextmanager
-def portable_experts() -> Iterator[None]:
-    """Let mixture-of-experts layers run on meta tensors in fp32, where torch's grouped product takes bf16 only.
-
-    They then call `transformers.grouped_mm_fallback`, which computes the same product on any device.
-    """
-    original = moe._can_use_grouped_mm
-    moe._can_use_grouped_mm = lambda rows, weight, offsets: (
-        weight.device.type != "meta" and original(rows, weight, offsets)
-    )
-    try:
-        yield
-    finally:
-        moe._can_use_grouped_mm = original
 
 
 def cache_argument(model: PreTrainedModel) -> str | None:

@@ -14,7 +14,7 @@ LAYERS = (
     *("errors", "canonical", "plan", "verdict", "memory", "progress"),
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
     *("checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
-    *("models", "naming", "auto", "program", "trace", "sources", "source_model"),
+    *("models", "naming", "auto", "program", "portable", "trace", "sources", "source_model"),
     *("analysis", "passes", "rewrite", "manifest", "staging", "erase", "verify", "report", "probe", "runtime"),
     *(
         "options",

@@ -16,8 +16,9 @@ from collapse.analysis.flops import Cost, calls, cost, matrix_work
 from collapse.analysis.sizes import Call, sizes_stand_out
 from collapse.checkpoint import read_json
 from collapse.errors import CheckpointError, UnsupportedError
+from collapse.portable import portable
 from collapse.program import Program
-from collapse.trace import CACHE_ARGUMENTS, cache_argument, meta_model, portable_experts, quiet, trace
+from collapse.trace import CACHE_ARGUMENTS, cache_argument, meta_model, quiet, trace
 
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 PRIMES = tuple(n for n in range(17, 400) if all(n % d for d in range(2, 20)) or n in (17, 19))
@@ -129,7 +130,7 @@ def counted_by_torch(model: PreTrainedModel, prompt: int) -> Iterator[int]:
     counter sees; grouped products, which it does not know, are given to it as a rule.
     """
     name = cache_argument(model) or ""
-    with quiet(), portable_experts(), torch.no_grad():
+    with quiet(), portable(), torch.no_grad():
         cache = _cache_after(model, prompt - 1)
         for new, arguments in ((prompt, {"use_cache": True}), (1, {name: cache} if cache is not None else {})):
             ids = torch.ones(1, new, dtype=torch.long, device="meta")

@@ -13,7 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from collapse.analysis.flops import Work
-from collapse.trace import portable_experts, quiet
+from collapse.portable import portable
+from collapse.trace import quiet
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def second_opinion(model: PreTrainedModel, work: tuple[Work, ...], *, prompt: in
 
     device = next(model.parameters()).device
     ids = torch.ones(1, prompt, dtype=torch.long, device=device)
-    with quiet(), portable_experts(), torch.no_grad(), redirect_stdout(io.StringIO()):
+    with quiet(), portable(), torch.no_grad(), redirect_stdout(io.StringIO()):
         macs, _ = profile(copy.deepcopy(model).eval(), inputs=(ids,), verbose=False)
     kinds = {name: type(module) for name, module in model.named_modules()}
     linear = {item.node for item in work if issubclass(kinds.get(item.module, nn.Module), nn.Linear)}

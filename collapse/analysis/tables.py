@@ -89,7 +89,7 @@ def _index_inputs(program: Program, new: int, past: int) -> list[torch.Tensor]:
         if item.target == "input_ids":
             values.append(torch.zeros(1, new, dtype=torch.long))
         elif item.target == "attention_mask":
-            values.append(torch.ones(1, past + new, dtype=torch.long))
+            values.append(torch.ones(1, past + new if program.masks_past else new, dtype=torch.long))
         elif item.target == "position_ids":
             values.append(torch.arange(past, past + new)[None])
         elif item.role == "input":

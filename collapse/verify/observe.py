@@ -79,10 +79,21 @@ class ModelRunner:
             extra["logits_to_keep"] = wanted
         if self.has_cache:
             extra["use_cache"] = True
+        if cache is not None and not _keeps_tokens(cache):
+            mask = mask[:, -ids.shape[1] :]
         output = self._model(input_ids=ids, attention_mask=mask, **extra)
         logits = output.logits if "logits_to_keep" in self._takes else output.logits[:, wanted]
         grown = next((found for name in CACHE_ARGUMENTS if (found := getattr(output, name, None)) is not None), None)
         return logits, grown
+
+
+def _keeps_tokens(cache: Any) -> bool:
+    """Whether a cache keeps something of every token, which a mask must then cover; a state of fixed size does not."""
+    try:
+        cache.get_seq_length()
+    except ValueError:  # transformers' answer for a cache without attention layers
+        return False
+    return True
 
 
 class ProgramRunner:
