@@ -29,17 +29,17 @@ MATRIX_NAME = re.compile(
 )
 CHEAP = frozenset(
     {
-        "__and__", "__or__", "__xor__", "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_log_softmax",
-        "_softmax", "_unsafe_index", "arange", "argmax", "argmin", "argsort", "bincount", "broadcast_tensors",
-        "bucketize", "cat", "clone", "constant_pad_nd", "copy", "copy_", "cumprod", "cumsum", "detach_", "dropout",
-        "embedding", "empty", "empty_like", "eye", "fill_", "flip", "floor_divide", "full", "full_like", "gather",
-        "group_norm", "histc", "index", "index_add", "index_copy", "index_copy_", "index_put", "index_put_",
-        "index_select", "layer_norm", "lift_fresh_copy", "linspace", "log_softmax", "masked_scatter", "meshgrid",
-        "native_group_norm", "native_layer_norm", "new_empty", "new_full", "new_ones", "new_zeros", "nonzero",
-        "one_hot", "ones", "ones_like", "outer", "pad", "polar", "repeat", "repeat_interleave", "rms_norm", "roll",
-        "scalar_tensor", "scatter", "scatter_", "scatter_add", "scatter_reduce", "searchsorted", "softmax", "sort",
-        "special_softmax", "stack", "sym_numel", "sym_size", "tile", "topk", "tril", "triu", "type_as", "unique",
-        "where", "zeros", "zeros_like",
+        "__and__", "__or__", "__xor__", "_assert_async", "_assert_scalar", "_assert_tensor_metadata", "_is_all_true",
+        "_is_any_true", "_log_softmax", "_softmax", "_unsafe_index", "arange", "argmax", "argmin", "argsort",
+        "bincount", "broadcast_tensors", "bucketize", "cat", "clone", "constant_pad_nd", "copy", "copy_", "cumprod",
+        "cumsum", "detach_", "dropout", "embedding", "empty", "empty_like", "eye", "fill_", "flip", "floor_divide",
+        "full", "full_like", "gather", "group_norm", "histc", "index", "index_add", "index_copy", "index_copy_",
+        "index_put", "index_put_", "index_select", "layer_norm", "lift_fresh_copy", "linspace", "log_softmax",
+        "masked_scatter", "meshgrid", "native_group_norm", "native_layer_norm", "new_empty", "new_full", "new_ones",
+        "new_zeros", "nonzero", "one_hot", "ones", "ones_like", "outer", "pad", "polar", "repeat", "repeat_interleave",
+        "rms_norm", "roll", "scalar_tensor", "scatter", "scatter_", "scatter_add", "scatter_reduce", "searchsorted",
+        "softmax", "sort", "special_softmax", "stack", "sym_numel", "sym_size", "tile", "topk", "tril", "triu",
+        "type_as", "unique", "where", "zeros", "zeros_like",
     }
 )  # fmt: skip
 # Second names of pointwise operators and joins; torch tags only the first names.
