@@ -104,7 +104,7 @@ def _require_any_size(program: Program, model: str) -> None:
     """Refuse a graph that holds for the example's sizes only: the model's code loops over them, say."""
     for item, measures in program.user_inputs():
         for size, measure in zip(program.placeholder(item.placeholder).meta["val"].shape, measures, strict=True):
-            if isinstance(measure, str) and isinstance(size, int):
+            if isinstance(measure, str) and _is_fixed(size):
                 only = f"its code makes the graph one for {measure} = {size} only"
                 reason = f"{model} cannot be traced for every size ({only})"
                 raise UnsupportedError(reason, where="trace", fix="report it with the config.json")
@@ -114,6 +114,10 @@ def _first_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     first, *rest = (line.strip() for line in text.splitlines())
     return f"{first} {rest[0]}"[:300] if first.endswith(":") and rest else first[:300]
+
+
+def _is_fixed(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) or bool(size.node.expr.is_number)
 
 
 @contextmanager
