@@ -85,7 +85,8 @@ def _find(folder: Path, pattern: str) -> _Site:
 def _gone_sites(plan: Plan) -> Iterator[str]:
     """Yield the modules that the plan takes out for good, by tensors or by a config switch alone."""
     for rewrite in plan.rewrites:
-        if isinstance(rewrite, Specialise) or (isinstance(rewrite, ShortCircuit) and rewrite.stage == "erase"):
+        switched = isinstance(rewrite, Specialise) and rewrite.graph is None  # others leave every file as it is
+        if switched or (isinstance(rewrite, ShortCircuit) and rewrite.stage == "erase"):
             yield rewrite.site
 
 

@@ -23,7 +23,7 @@ from collapse.errors import CheckpointError, CollapseError, OutputError, PlanErr
 from collapse.plan import IndexSet
 from collapse.program import Program
 from collapse.report.data import common_sizes
-from collapse.rewrite.graph import copy_graph
+from collapse.rewrite.copying import copy_graph
 from collapse.rewrite.tokenizer import narrow_side_files
 from collapse.schema import InputSchema
 from collapse.tokenizer import TokenizerFile

@@ -14,6 +14,7 @@ from collapse.analysis.reachability import remove_dead_nodes
 from collapse.errors import PlanError
 from collapse.plan import Narrow, Plan, ShortCircuit
 from collapse.program import Program
+from collapse.rewrite.copying import copy_graph
 
 aten = torch.ops.aten
 
@@ -61,14 +62,6 @@ def _narrowed(program: Program, rewrite: Narrow) -> list[tuple[str, int]]:
             raise PlanError("the model has no such tensor", where=axis.tensor)
         found.update((alias, axis.dim) for alias in program.aliases(name))
     return sorted(found.items())
-
-
-def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a copy whose nodes can be edited without touching `module`; node metadata is shared."""
-    graph = fx.Graph()
-    results = graph.graph_copy(module.graph, val_map={})
-    graph.output(results)
-    return fx.GraphModule(module, graph)
 
 
 def is_inside(node: fx.Node, site: str) -> bool:
