@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collapse.options import Options
     from collapse.pipeline import Result, export, make_plan
+    from collapse.runtime.graph import load_graph
     from collapse.runtime.load import load
     from collapse.schema import InputSchema
 
 __version__ = "0.1.0"
-__all__ = ["InputSchema", "Options", "Result", "export", "load", "make_plan"]
+__all__ = ["InputSchema", "Options", "Result", "export", "load", "load_graph", "make_plan"]
 
 _HOMES = {
     "InputSchema": "collapse.schema",
@@ -19,6 +20,7 @@ _HOMES = {
     "Result": "collapse.pipeline",
     "export": "collapse.pipeline",
     "load": "collapse.runtime.load",
+    "load_graph": "collapse.runtime.graph",
     "make_plan": "collapse.pipeline",
 }
 

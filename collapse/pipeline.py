@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from collapse.analysis.config_cost import cost_of_config
 from collapse.analysis.flops import Cost, cost
 from collapse.analysis.token_use import Samples
@@ -22,15 +20,17 @@ from collapse.manifest import versions, write_manifest
 from collapse.memory import release_memory
 from collapse.options import DEFAULTS, Options, chosen_passes
 from collapse.passes import Context, Pass
+from collapse.passes.constant_fold import count_nodes
 from collapse.plan import Plan, Rewrite, ShortCircuit, Skipped
 from collapse.program import Program
 from collapse.progress import Stopwatch
-from collapse.report.data import Report, build_report
+from collapse.report.data import GraphFigures, Report, build_report
 from collapse.report.graph import report_graph
 from collapse.report.markdown import to_markdown
 from collapse.report.render import render
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
+from collapse.rewrite.specialise import has_graph_edits, specialise
 from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
@@ -40,6 +40,7 @@ from collapse.staging import check_output, staged
 from collapse.trace import load_config, trace
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify
+from collapse.verify.dynamic import Rewritten
 from collapse.verify.samples import SAMPLES, inside
 
 LOGIT_BYTES = 24 << 20  # of fp32 logits kept of each model for comparison; more would set the peak of memory
@@ -65,8 +66,9 @@ def make_plan(
     watch = watch or Stopwatch(quiet=True)
     context = prepare(model, load_schema(schema), options, watch)
     plan = decide(context, chosen_passes(options.passes), watch)
-    before, after = _costs(context, rewrite_program(context.program, plan), plan, watch)
-    return Result(plan, _report(context, plan, before, after, None), None)
+    rewritten = rewrite_program(context.program, plan)
+    before, after = _costs(context, rewritten, plan, watch)
+    return Result(plan, _report(context, plan, before, after, rewritten, None), None)
 
 
 def export(
@@ -200,7 +202,7 @@ def _apply(context: Context, plan: Plan, target: Path, options: Options, force: 
         if verdict.status != "verified":
             raise refuted(verdict, target)
         with watch.stage("report"):
-            report = _report(context, plan, before, after, verdict)
+            report = _report(context, plan, before, after, rewritten, verdict)
             report.save(staging.folder / "report.json")
             (staging.folder / "REPORT.md").write_text(to_markdown(report), encoding="utf-8")
             (staging.folder / "graph.svg").write_bytes(render(report_graph(report)))
@@ -209,13 +211,15 @@ def _apply(context: Context, plan: Plan, target: Path, options: Options, force: 
     return Result(plan, report, target)
 
 
-def _report(context: Context, plan: Plan, before: Cost, after: Cost, verdict: Verdict | None) -> Report:
+def _report(
+    context: Context, plan: Plan, before: Cost, after: Cost, rewritten: Program, verdict: Verdict | None
+) -> Report:
     text = context.config.get_text_config()
     heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     narrow = token_narrow(plan)
     rows = len(narrow.kept) if narrow else text.vocab_size
     whole = [head for head in heads if isinstance(head, int)]
-    return build_report(
+    report = build_report(
         plan,
         before,
         after,
@@ -225,6 +229,25 @@ def _report(context: Context, plan: Plan, before: Cost, after: Cost, verdict: Ve
         workload=context.schema.workload,
         divided=([*whole, text.vocab_size], [*whole, rows]),
     )
+    return report.model_copy(update={"graph": _graph_figures(context, rewritten, plan)})
+
+
+def _graph_figures(context: Context, rewritten: Program, plan: Plan) -> GraphFigures | None:
+    """Count what the graph edits save beyond the collapsed checkpoint, on the collapsed graph."""
+    if not has_graph_edits(plan):
+        return None
+    special = specialise(rewritten, plan)
+    prompt = context.schema.workload.prompt
+    whole, edited = (cost(program, prompt=prompt, element_bytes=4) for program in (rewritten, special.program))
+    return GraphFigures(
+        prefill_flops_before=whole.prefill_flops,
+        prefill_flops_after=edited.prefill_flops,
+        decode_flops_before=whole.decode_flops_per_token,
+        decode_flops_after=edited.decode_flops_per_token,
+        nodes_before=count_nodes(rewritten),
+        nodes_after=count_nodes(special.program),
+        table_bytes=special.folded.table_bytes if special.folded else 0,
+    )
 
 
 def _verify(
@@ -232,10 +255,11 @@ def _verify(
 ) -> Verdict:
     context.release()  # the verifier loads one model at a time
 
-    def reference() -> tuple[Program, dict[str, torch.Tensor]]:
+    def reference() -> Rewritten:
         model, _ = load_source(context.checkpoint, watch)
         weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        return rewritten, rewrite_weights(context.program, weights, plan)
+        special = specialise(rewritten, plan) if has_graph_edits(plan) else None
+        return Rewritten(rewritten, rewrite_weights(context.program, weights, plan), special)
 
     settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens, logit_bytes=LOGIT_BYTES)
     samples = inside(context.sequences, plan, max(SAMPLES, options.prompts))

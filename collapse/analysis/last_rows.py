@@ -55,8 +55,7 @@ def _ask(node: fx.Node, demand: _Demand, found: dict[fx.Node, tuple[Cut, Pull]],
                 found.pop(part, None)
         return
     found[node] = (cut, pulled)
-    taken = {place: argument for place, argument in tensor_arguments(node)}
-    for place, argument in taken.items():
+    for place, argument in tensor_arguments(node):
         if place in pulled.cuts:
             demand.cuts[argument].add(pulled.cuts[place])
         else:

@@ -113,11 +113,12 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 def tensor_arguments(node: fx.Node) -> Iterator[tuple[Place, fx.Node]]:
     """Yield the place and node of every tensor among the positional arguments."""
-    for number, argument in enumerate(node.args):
+    given: tuple[Any, ...] = node.args
+    for number, argument in enumerate(given):
         if _is_tensor(argument):
-            yield (number,), argument  # type: ignore[misc]
+            yield (number,), argument
         elif isinstance(argument, list | tuple):
-            yield from (((number, at), item) for at, item in enumerate(argument) if _is_tensor(item))  # type: ignore[misc]
+            yield from (((number, at), item) for at, item in enumerate(argument) if _is_tensor(item))
 
 
 def _is_tensor(argument: object) -> bool:
@@ -141,11 +142,17 @@ POINTWISE = frozenset(
 )  # fmt: skip
 
 
+def _int(node: fx.Node, number: int, default: int = 0) -> int:
+    """Return the argument of that number, which is a dimension."""
+    value: Any = node.args[number] if len(node.args) > number else default
+    return int(value)
+
+
 def _shape(argument: Any, shapes: Shapes) -> Shape:
     return shapes(argument) or ()
 
 
-def _broadcast(cut: Cut, rank: int, shape: Shape) -> Cut | None | bool:
+def _broadcast(cut: Cut, rank: int, shape: Shape) -> Cut | bool | None:
     """Return the cut of an operand of `shape`, None where it has one row for all, False where sizes do not fit."""
     dim = cut.dim - (rank - len(shape))
     if dim < 0 or shape[dim] == 1:
@@ -184,10 +191,9 @@ def _product(first: int) -> Rule:
         left, right = (_shape(node.args[first + side], shapes) for side in (0, 1))
         if cut.dim == rank - 1 or len(left) < 2 or len(right) < 2:
             return None
-        places = {(number,): node.args[number] for number in range(first + 1)}
-        if cut.dim < rank - 2:
-            places[(first + 1,)] = node.args[first + 1]
-        return _operands(node, cut, shapes, places)  # type: ignore[arg-type]
+        needed = range(first + 1 if cut.dim == rank - 2 else first + 2)
+        places = {place: operand for place, operand in tensor_arguments(node) if place[0] in needed}
+        return _operands(node, cut, shapes, places)
 
     return rule
 
@@ -198,33 +204,33 @@ def _attention(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
     named = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:6], strict=False)) | dict(node.kwargs)
     if cut.dim != rank - 2 or named.get("dropout_p") or named.get("is_causal"):
         return None
-    places = {(0,): node.args[0]} | ({(3,): node.args[3]} if len(node.args) > 3 and node.args[3] is not None else {})
-    return _operands(node, cut, shapes, places)  # type: ignore[arg-type]
+    places = {place: operand for place, operand in tensor_arguments(node) if place in {(0,), (3,)}}
+    return _operands(node, cut, shapes, places)
 
 
 def _along(number: int) -> Rule:
     """Works along the dimension given by argument `number`, on every row along another one apart."""
 
     def rule(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
-        along = int(node.args[number]) % len(_shape(node, shapes))  # type: ignore[arg-type]
+        along = _int(node, number) % len(_shape(node, shapes))
         return None if along == cut.dim else _aligned(node, cut, shapes)
 
     return rule
 
 
 def _norm(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
-    normalised = len(node.args[1])  # type: ignore[arg-type]
-    return Pull({(0,): cut}) if cut.dim < len(_shape(node, shapes)) - normalised else None
+    normalised: Any = node.args[1]
+    return Pull({(0,): cut}) if cut.dim < len(_shape(node, shapes)) - len(normalised) else None
 
 
 def _reduction(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
-    source = _shape(node.args[0], shapes)
-    given = node.args[1] if len(node.args) > 1 else None
+    rank = len(_shape(node.args[0], shapes))
+    given: Any = node.args[1] if len(node.args) > 1 else None
     if not isinstance(given, int | list | tuple) or given in ([], ()):
         return None
-    dims = {int(d) % len(source) for d in ([given] if isinstance(given, int) else given)}  # type: ignore[arg-type]
+    dims = {int(dim) % rank for dim in ([given] if isinstance(given, int) else given)}
     kept = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
-    left = list(range(len(source))) if kept else [dim for dim in range(len(source)) if dim not in dims]
+    left = [dim for dim in range(rank) if kept or dim not in dims]
     return None if left[cut.dim] in dims else Pull({(0,): replace(cut, dim=left[cut.dim])})
 
 
@@ -265,20 +271,25 @@ def _moved(order: Callable[[fx.Node, int], list[int]]) -> Rule:
 
 def _transposed(node: fx.Node, rank: int) -> list[int]:
     order = list(range(rank))
-    first, second = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
+    first, second = (_int(node, number) % rank for number in (1, 2))
     order[first], order[second] = order[second], order[first]
     return order
 
 
+def _permuted(node: fx.Node, rank: int) -> list[int]:
+    order: Any = node.args[1]
+    return [int(dim) % rank for dim in order]
+
+
 def _unsqueezed(node: fx.Node, rank: int) -> list[int]:
     order = list(range(rank))
-    order.insert(int(node.args[1]) % (rank + 1), -1)  # type: ignore[arg-type]
+    order.insert(_int(node, 1) % (rank + 1), -1)
     return order
 
 
 def _without(node: fx.Node, rank: int) -> list[int]:
     """`select`, and `squeeze` of one dimension."""
-    return [dim for dim in range(rank) if dim != int(node.args[1]) % rank]  # type: ignore[arg-type]
+    return [dim for dim in range(rank) if dim != _int(node, 1) % rank]
 
 
 def _squeeze(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
@@ -295,20 +306,18 @@ def _expand(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
 
 def _slice(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
     """Rows along another dimension, or a slice that takes all."""
-    dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
-    whole = start in (0, None) and end in (END, None) and step == 1
-    return Pull({(0,): cut}) if whole or int(dim) % len(_shape(node, shapes)) != cut.dim else None  # type: ignore[call-overload]
+    given: dict[str, Any] = dict(zip(("start", "end", "step"), node.args[2:], strict=False))
+    whole = given.get("start") in (0, None) and given.get("end") in (END, None) and given.get("step", 1) == 1
+    return Pull({(0,): cut}) if whole or _int(node, 1) % len(_shape(node, shapes)) != cut.dim else None
 
 
 def _cat(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
-    dim = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
-    return None if dim % len(_shape(node, shapes)) == cut.dim else _aligned(node, cut, shapes)
+    return None if _int(node, 1) % len(_shape(node, shapes)) == cut.dim else _aligned(node, cut, shapes)
 
 
 def _parts(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
     """`split` and `chunk`: every part is cut alike."""
-    dim = int(node.args[2]) if len(node.args) > 2 else 0  # type: ignore[arg-type]
-    return None if dim % len(_shape(node, shapes)) == cut.dim else Pull({(0,): cut})
+    return None if _int(node, 2) % len(_shape(node, shapes)) == cut.dim else Pull({(0,): cut})
 
 
 def _part(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
@@ -329,7 +338,7 @@ RULES: Mapping[str, Rule] = {
     "aten.rms_norm": _norm,
     "aten.embedding": _embedding,
     "aten.transpose": _moved(_transposed),
-    "aten.permute": _moved(lambda node, rank: [int(dim) % rank for dim in node.args[1]]),  # type: ignore[union-attr,arg-type]
+    "aten.permute": _moved(_permuted),
     "aten.unsqueeze": _moved(_unsqueezed),
     "aten.squeeze": _squeeze,
     "aten.select": _moved(_without),

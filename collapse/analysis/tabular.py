@@ -48,7 +48,7 @@ class Tabular:
 
 
 def tabular_nodes(program: Program) -> dict[fx.Node, Tabular]:
-    """Return the fact about every node that is constant or a function of positions; weights do not count as constant."""
+    """Return the fact about every node that is constant or a function of positions; weights are neither."""
     graph, shapes = program.graph.graph, Shapes(program)
     roots = storage_roots(graph)
     written = {roots[target] for node in graph.nodes for target in written_arguments(node)}
@@ -87,13 +87,13 @@ def _range(node: fx.Node, ranges: Mapping[fx.Node, Range], shapes: Shapes) -> Ra
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dtype != torch.int64:
         return None
-    sizes = [_size(argument, shapes) for argument in node.args]
-    if name == "aten.arange" and None not in sizes and len(sizes) <= 2:
-        start, end = (sympy.Integer(0), sizes[0]) if len(sizes) == 1 else sizes
-        return start, sympy.expand(end - start)
+    sizes = [size for argument in node.args if (size := _size(argument, shapes)) is not None]
+    if name == "aten.arange" and len(sizes) == len(node.args) <= 2:
+        start = sizes[0] if len(sizes) == 2 else sympy.Integer(0)
+        return start, sympy.expand(sizes[-1] - start)
     before = ranges.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
-    if name == "aten.add" and before and sizes[1] is not None and not node.kwargs:
-        return sympy.expand(before[0] + sizes[1]), before[1]
+    if name == "aten.add" and before and len(sizes) == 1 and not node.kwargs:
+        return sympy.expand(before[0] + sizes[0]), before[1]
     return None
 
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from collapse.analysis.flop_rules import op_name
 from collapse.analysis.reachability import storage_roots, written_arguments
-from collapse.analysis.slicing import is_pointwise, tensor_arguments
+from collapse.analysis.slicing import Place, is_pointwise, tensor_arguments
 from collapse.program import Program
 
 Value = bool | int | float
@@ -22,7 +22,7 @@ REARRANGING = frozenset(
     for name in ("view", "reshape", "expand", "permute", "transpose", "unsqueeze", "squeeze", "slice", "select",
                  "index", "index_select", "gather", "repeat", "flatten", "unflatten")
 )  # fmt: skip
-FILLED: Mapping[str, int | Value] = {"aten.ones": 1, "aten.new_ones": 1, "aten.ones_like": 1, "aten.zeros": 0,
+FILLED: Mapping[str, Value] = {"aten.ones": 1, "aten.new_ones": 1, "aten.ones_like": 1, "aten.zeros": 0,
                                      "aten.new_zeros": 0, "aten.zeros_like": 0}  # fmt: skip
 FILLED_WITH = {"aten.full": 1, "aten.full_like": 1, "aten.new_full": 2}  # number of the argument with the value
 
@@ -47,24 +47,34 @@ def uniform_values(program: Program, *, unpadded: bool) -> dict[fx.Node, Value]:
 
 
 def _value(node: fx.Node, found: Mapping[fx.Node, Value]) -> Value | None:
-    name, value = op_name(node), node.meta.get("val")
+    value, operands = node.meta.get("val"), dict(tensor_arguments(node))
     if not isinstance(value, torch.Tensor) or not isinstance(node.target, torch._ops.OpOverload):
         return None
-    if name in FILLED:
-        return _as(FILLED[name], value.dtype)
-    if name in FILLED_WITH:
-        filling = node.args[FILLED_WITH[name]]
-        return _as(filling, value.dtype) if isinstance(filling, bool | int | float) else None
-    operands = dict(tensor_arguments(node))
-    if name in REARRANGING:
+    if op_name(node) in REARRANGING:
         return found.get(operands[(0,)])
-    if name in AND | OR and value.dtype == torch.bool:
-        deciding = name in OR
-        if any(found.get(operand) is deciding for operand in operands.values()):
-            return deciding
-    if is_pointwise(node) and operands and all(operand in found for operand in operands.values()):
-        return _evaluated(node, found)
-    return None
+    filled = _filled(node)
+    if filled is not None:
+        return torch.full((), filled, dtype=value.dtype).item()
+    if value.dtype == torch.bool and (deciding := _decided(node, operands, found)) is not None:
+        return deciding
+    known = operands and all(operand in found for operand in operands.values())
+    return _evaluated(node, found) if known and is_pointwise(node) else None
+
+
+def _filled(node: fx.Node) -> Value | None:
+    """Return the value that a constructor fills its result with."""
+    name = op_name(node)
+    filling = FILLED.get(name, node.args[FILLED_WITH[name]] if name in FILLED_WITH else None)
+    return filling if isinstance(filling, bool | int | float) else None
+
+
+def _decided(node: fx.Node, operands: Mapping[Place, fx.Node], found: Mapping[fx.Node, Value]) -> bool | None:
+    """Return what one operand decides alone: false for `and`, true for `or`."""
+    name = op_name(node)
+    deciding = name in OR
+    if name not in AND | OR or any(operand.meta["val"].dtype != torch.bool for operand in operands.values()):
+        return None
+    return deciding if any(found.get(operand) is deciding for operand in operands.values()) else None
 
 
 def _evaluated(node: fx.Node, found: Mapping[fx.Node, Value]) -> Value | None:
@@ -82,10 +92,6 @@ def _evaluated(node: fx.Node, found: Mapping[fx.Node, Value]) -> Value | None:
     return result.item()  # type: ignore[no-any-return]
 
 
-def _as(value: Any, dtype: torch.dtype) -> Value:
-    return torch.full((), value, dtype=dtype).item()
-
-
 def equal_operand(node: fx.Node, found: Mapping[fx.Node, Value]) -> fx.Node | None:
     """Return the operand that the node is equal to, but for broadcasting, since its other operands are uniform."""
     name, operands = op_name(node), dict(tensor_arguments(node))
@@ -95,26 +101,19 @@ def equal_operand(node: fx.Node, found: Mapping[fx.Node, Value]) -> fx.Node | No
     return equal
 
 
-def _chosen(
-    name: str, operands: Mapping[tuple[int, ...], fx.Node], found: Mapping[fx.Node, Value]
-) -> fx.Node | None:
+def _chosen(name: str, operands: Mapping[Place, fx.Node], found: Mapping[fx.Node, Value]) -> fx.Node | None:
     first, second, third = (operands.get((number,)) for number in range(3))
-    if first is None:
+    if first is None or second is None:
         return None
-    if name == "aten.where" and first in found:
-        return second if found[first] else third
-    if name == "aten.masked_fill" and second is not None and found.get(second) is False:
-        return first
-    if second is None or third is not None:
-        return None
+    if name == "aten.where":
+        return (second if found[first] else third) if first in found else None
+    if name == "aten.masked_fill":
+        return first if found.get(second) is False else None
     boolean = first.meta["val"].dtype == second.meta["val"].dtype == torch.bool
-    neutral = True if name in AND and boolean else False if name in OR and boolean else 1 if name == "aten.mul" else None
-    if neutral is None:
+    neutral: Value | None = 1 if name == "aten.mul" else None
+    if boolean and name in AND | OR:
+        neutral = name in AND
+    if third is not None or neutral is None:
         return None
-    if _is(found.get(second), neutral):
-        return first
-    return second if _is(found.get(first), neutral) else None
-
-
-def _is(value: Value | None, neutral: Value) -> bool:
-    return value is not None and value == neutral
+    pairs = ((second, first), (first, second))
+    return next((other for one, other in pairs if one in found and found[one] == neutral), None)

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collapse.passes.base import Context, Pass, Proposal
+from collapse.passes.constant_fold import ConstantFold
 from collapse.passes.dead_module import DeadModule
+from collapse.passes.last_token import LastToken
 from collapse.passes.positions import Positions
 from collapse.passes.text_only import TextOnly
 from collapse.passes.unread_weights import UnreadWeights
 from collapse.passes.vocabulary import Vocabulary
 
-PASSES: tuple[Pass, ...] = (TextOnly(), UnreadWeights(), Positions(), Vocabulary(), DeadModule())
+PASSES: tuple[Pass, ...] = (
+    TextOnly(),
+    UnreadWeights(),
+    Positions(),
+    Vocabulary(),
+    DeadModule(),
+    LastToken(),
+    ConstantFold(),
+)
 
 __all__ = ["PASSES", "Context", "Pass", "Proposal"]

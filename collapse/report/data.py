@@ -92,6 +92,21 @@ class TensorParallel(Record):
     after: tuple[int, ...]
 
 
+class GraphFigures(Record):
+    """What edits of the graph save beyond the checkpoint, for `collapse.load_graph` alone.
+
+    FLOPs are executed ones of a prefill of the workload's prompt and of a decode step; nodes are calls.
+    """
+
+    prefill_flops_before: int
+    prefill_flops_after: int
+    decode_flops_before: int
+    decode_flops_after: int
+    nodes_before: int
+    nodes_after: int
+    table_bytes: int
+
+
 class Report(Record):
     """The content of report.json. Times and paths of the machine are not part of it."""
 
@@ -108,6 +123,7 @@ class Report(Record):
     tensor_parallel: TensorParallel
     modules: tuple[Module, ...] = ()
     notes: tuple[str, ...] = ()
+    graph: GraphFigures | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""
@@ -216,7 +232,7 @@ def notes(plan: Plan, before: Figures, after: Figures) -> tuple[str, ...]:
         why = f"every site was left: {'; '.join(reasons)}" if reasons else "no pass proposed anything"
         found.append(f"Nothing was removed: {why}.")
     elif before == after:
-        found.append("The figures are unchanged: the rewrites remove no tensor and no matrix work.")
+        found.append("The figures are unchanged: the rewrites remove no tensor and no matrix work of the checkpoint.")
     elif before.prefill_flops == after.prefill_flops:
         found.append("No FLOP is saved: what went is looked up or never read, and takes part in no product.")
     if plan.rewrites and before.kv_bytes_per_token == after.kv_bytes_per_token:

@@ -195,9 +195,7 @@ def _bytes(node: fx.Node, fact: Tabular, length: int) -> int:
     return total
 
 
-def _replace(
-    graph: fx.Graph, node: fx.Node, fact: Tabular, name: str, length: int, sizes: SizeNodes
-) -> None:
+def _replace(graph: fx.Graph, node: fx.Node, fact: Tabular, name: str, length: int, sizes: SizeNodes) -> None:
     value = node.meta["val"]
     last = [given for given in graph.nodes if given.op == "placeholder"][-1]
     with graph.inserting_after(last):

@@ -15,12 +15,16 @@ from collapse.errors import PlanError
 from collapse.plan import Narrow, Plan, ShortCircuit
 from collapse.program import Program
 from collapse.rewrite.copying import copy_graph
+from collapse.rewrite.specialise import specialise
 
 aten = torch.ops.aten
 
 
-def rewrite_program(program: Program, plan: Plan) -> Program:
+def rewrite_program(program: Program, plan: Plan, *, graph_edits: bool = False) -> Program:
     """Return the collapsed program; the given one is left as it is.
+
+    By default it is what the collapsed checkpoint computes in plain transformers, with logits of every position.
+    With `graph_edits` it is also specialised as the plan says; `next-token` then leaves logits of the last one.
 
     Raises `PlanError` for a site that the graph does not have, or that cannot be cut out.
     """
@@ -33,12 +37,16 @@ def rewrite_program(program: Program, plan: Plan) -> Program:
         _narrow_placeholders(graph.graph, program, rewrite, shapes)
     remove_dead_nodes(graph.graph, keep={item.placeholder for item in program.inputs if item.role == "input"})
     graph.recompile()
-    return program.with_graph(graph, shapes=shapes)
+    collapsed = program.with_graph(graph, shapes=shapes)
+    return specialise(collapsed, plan).program if graph_edits else collapsed
 
 
-def rewrite_weights(program: Program, weights: Mapping[str, torch.Tensor], plan: Plan) -> dict[str, torch.Tensor]:
+def rewrite_weights(
+    program: Program, weights: Mapping[str, torch.Tensor], plan: Plan, *, graph_edits: bool = False
+) -> dict[str, torch.Tensor]:
     """Return what the collapsed program reads: `weights` with the rows that the plan keeps.
 
+    With `graph_edits` also the folded values, and nothing that the specialised program does not read.
     Tensors that no rewrite narrows are shared with `weights`, not copied.
     """
     result = dict(weights)
@@ -50,7 +58,7 @@ def rewrite_weights(program: Program, weights: Mapping[str, torch.Tensor], plan:
             if id(source) not in sliced:
                 sliced[id(source)] = source.index_select(dim, kept)
             result[name] = sliced[id(source)]
-    return result
+    return specialise(rewrite_program(program, plan), plan).weights(result) if graph_edits else result
 
 
 def _narrowed(program: Program, rewrite: Narrow) -> list[tuple[str, int]]:

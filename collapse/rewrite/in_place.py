@@ -9,7 +9,7 @@ from collapse.analysis.reachability import storage_roots, written_arguments
 
 
 def without_writes(graph: fx.Graph) -> None:
-    """Rewrite `add_(x, y)` as `add(x, y)` and the like, where no later node but its own users reads the storage of x."""
+    """Rewrite `add_(x, y)` as `add(x, y)` and the like, where only what follows from it reads x afterwards."""
     roots = storage_roots(graph)
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from collapse.rewrite.in_place import without_writes
 from collapse.rewrite.size_nodes import SizeNodes
 
 aten = torch.ops.aten
-VIEWS = {aten.view.default: aten.reshape.default}  # rows of a tensor need not be contiguous
+VIEWS: Mapping[Any, Any] = {aten.view.default: aten.reshape.default}  # rows of a tensor need not be contiguous
 
 
 def last_token(program: Program) -> Program:
@@ -99,7 +99,7 @@ class _Rewriter:
         return row
 
     def _resized(self, value: torch.Tensor, cut: Cut) -> torch.Tensor:
-        shape = list(value.shape)
+        shape: list[int | torch.SymInt] = list(value.shape)
         shape[cut.dim] = self._sizes.traced(cut.before * cut.after)
         return value.new_empty(shape)
 

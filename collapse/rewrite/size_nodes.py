@@ -25,7 +25,7 @@ class SizeNodes:
         self._known: dict[sympy.Expr, Any] = {}
 
     def of(self, size: sympy.Expr) -> Any:
-        """Return a number, or the node that computes `size`; raises `PlanError` for other forms than sums and products."""
+        """Return a number, or the node that computes `size`; raises `PlanError` for what is no sum or product."""
         if size.is_Integer:
             return int(size)
         if size not in self._known:

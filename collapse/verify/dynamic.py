@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
@@ -19,6 +20,7 @@ from collapse.memory import release_memory
 from collapse.plan import Narrow, Plan, ShortCircuit
 from collapse.program import Program
 from collapse.progress import Stopwatch
+from collapse.rewrite.specialise import Specialised
 from collapse.rewrite.tensors import erased_names, token_narrow
 from collapse.trace import quiet
 from collapse.verdict import Check
@@ -37,9 +39,19 @@ from collapse.verify.compare import (
 )
 from collapse.verify.job import Job, Settings, make_job
 from collapse.verify.observe import ModelRunner, Observation, ProgramRunner, observe
+from collapse.verify.specialised import specialised_checks
 
-Rewritten = tuple[Program, Mapping[str, torch.Tensor]]
-Reference = Rewritten | Callable[[], Rewritten]
+
+class Rewritten(NamedTuple):
+    """The collapsed program with its weights; `specialised` where the plan edits the graph beyond the checkpoint."""
+
+    program: Program
+    weights: Mapping[str, torch.Tensor]
+    specialised: Specialised | None = None
+
+
+Given = Rewritten | tuple[Program, Mapping[str, torch.Tensor]]
+Reference = Given | Callable[[], Given]
 
 
 @dataclass(frozen=True)
@@ -163,7 +175,7 @@ def _against_graph(
     Of the prompts it continues the first batch. With a cache its arithmetic is another one: eager attention packs the
     query heads of one new token, where the traced one repeats keys and values.
     """
-    program, weights = reference() if callable(reference) else reference
+    program, weights, specialised = Rewritten(*(reference() if callable(reference) else reference))
     try:
         graph = observe(ProgramRunner(program, weights, watch), replace(new_job, prompts=new_job.prompts[:1]))
     except Exception as error:  # an operator that refuses what it is given raises many kinds
@@ -178,6 +190,9 @@ def _against_graph(
         findings.append(compare_logits("graph: cache", cached_blocks(job, graph, after), OTHER_SHAPE, ids))
         findings.append(compare_logits("graph and source: cache", cached_blocks(job, before, graph), OTHER_SHAPE, ids))
     findings.append(_greedy("graph: greedy", before, graph, plan, ids))
+    if specialised is not None:
+        other = OTHER_SHAPE.widened(allowed_difference(plan))
+        findings += specialised_checks(job, new_job, specialised, weights, before, other, ids, watch)
     return findings
 
 
