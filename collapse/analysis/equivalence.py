@@ -20,6 +20,7 @@ from torch import fx
 
 from collapse.analysis.intervals import intervals
 from collapse.analysis.lengths import Lengths, Sizes
+from collapse.analysis.position_values import position_values
 from collapse.analysis.reachability import storage_roots, written_arguments
 from collapse.analysis.value_numbers import Numbering, Numbers
 from collapse.program import Program
@@ -73,8 +74,9 @@ def equal_under(
         lengths = Lengths(max_tokens, unpadded) if max_tokens is not None else None
         sizes = Sizes(program)
         known = intervals(program, sizes, lengths) if lengths else {}
+        decided = _decided(program, values[side], lengths)
         leaves = _leaves(program, left, renamed[side], grown[side], values[side])
-        sides.append(Numbering(program.graph.graph, table, f"side {side}", sizes, leaves, known).run())
+        sides.append(Numbering(program.graph.graph, table, f"side {side}", sizes, leaves, known, decided).run())
     return _verdict((left, right), grown, (sides[0], sides[1]))
 
 
@@ -169,6 +171,16 @@ def _leaves(
             if value is not None:
                 keys[item.placeholder] = ("constant", str(value.dtype), tuple(value.shape), _digest(value))
     return keys
+
+
+def _decided(program: Program, values: Values, lengths: Lengths | None) -> dict[fx.Node, Hashable]:
+    """Return the keys of what positions decide; a constant that the graph writes to is none."""
+    if lengths is None:
+        return {}
+    written = {item.target for item in program.inputs if item.placeholder in _state_buffers(program)}
+    return position_values(
+        program, lambda name: None if name in written else _value(program, name, values), lengths.last_position
+    )
 
 
 def _input_key(target: str, number: int | None, grown: list[int]) -> Hashable:

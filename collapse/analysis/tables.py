@@ -75,13 +75,14 @@ def last_row(program: Program, index: fx.Node, length: int) -> int:
     """
     largest = 0
     for new, past in ((length, 0), (1, length - 1)):
-        environment = _index_inputs(program, new, past)
+        environment = call_inputs(program, new, past)
         rows = _Evaluator(program.graph, index).evaluate(environment)
         largest = max(largest, int(rows.max()))
     return largest
 
 
-def _index_inputs(program: Program, new: int, past: int) -> list[torch.Tensor]:
+def call_inputs(program: Program, new: int, past: int) -> list[torch.Tensor]:
+    """Return what the placeholders are in an unpadded call of one sequence; weights and the cache hold nothing real."""
     sizes = {"batch": 1, "past": past}
     leaves = iter(program.cache)
     values = []

@@ -32,6 +32,7 @@ Source = Literal["query", "key", "position"]
 Dims = tuple[int, ...]
 Range = tuple[sympy.Expr, sympy.Expr]  # first value and length of consecutive whole numbers
 LENGTHS: Mapping[Source, tuple[sympy.Expr, ...]] = {"query": (NEW,), "key": (PAST + NEW,), "position": (BATCH, NEW)}
+PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "getitem"})  # several results, and one of them
 RANGES: Mapping[Range, Source] = {(PAST, NEW): "query", (sympy.Integer(0), PAST + NEW): "key"}
 
 
@@ -121,6 +122,8 @@ def _fact(node: fx.Node, facts: Mapping[fx.Node, Tabular], shapes: Shapes) -> Ta
 
 def _is_pure(node: fx.Node) -> bool:
     target = node.target
+    if op_name(node) in PARTS:
+        return True
     if not isinstance(target, torch._ops.OpOverload) or isinstance(node.meta.get("val"), list | tuple):
         return False
     return not written_arguments(node) and torch.Tag.nondeterministic_seeded not in target.tags

@@ -48,6 +48,7 @@ class Numbering:
         side: names the graph; values that are not understood differ between sides.
         leaves: key of every placeholder whose value the caller knows, by node name.
         known: bounds of integer nodes, from `intervals`.
+        values: keys of nodes that positions decide, from `position_values`.
     """
 
     graph: fx.Graph
@@ -56,6 +57,7 @@ class Numbering:
     sizes: Sizes
     leaves: Mapping[str, Hashable]
     known: Mapping[fx.Node, Interval]
+    values: Mapping[fx.Node, Hashable] = field(default_factory=dict)
     result: dict[fx.Node, int] = field(default_factory=dict)
 
     def run(self) -> Mapping[fx.Node, int]:
@@ -116,11 +118,13 @@ class Numbering:
         return self.numbers.of("call", _name(node.target), arguments, options)
 
     def _decided(self, node: fx.Node) -> int | None:
-        """Return the number of a tensor that holds one known integer throughout, in every call."""
+        """Return the number of a tensor that holds one known integer throughout, or known values for all positions."""
         interval, shape = self.known.get(node), self._shape(node)
-        if interval is None or interval.constant is None or shape is None:
+        if shape is None:
             return None
-        return self.numbers.of("full", interval.constant, str(node.meta["val"].dtype), shape)
+        if interval is not None and interval.constant is not None:
+            return self.numbers.of("full", interval.constant, str(node.meta["val"].dtype), shape)
+        return self.numbers.of("values", self.values[node], shape) if node in self.values else None
 
     def _same_as(self, node: fx.Node) -> fx.Node | None:
         """Return the argument that `node` equals in every call, if one is known."""

@@ -14,6 +14,7 @@ from collapse.errors import UnsupportedError
 from collapse.naming import naming_of
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Evidence, Reroot, Skipped
+from collapse.sequences import context_length
 from collapse.token_ids import ID_FIELD
 from collapse.trace import meta_model, trace
 
@@ -46,24 +47,24 @@ def propose_text_only(context: Context, name: str) -> Reroot | Skipped:
     if "quantization_config" in context.checkpoint.config:
         return Skipped(pass_name=name, site=root, reason="quantised: quantization_config names modules by their path")
     reason = "transformers has no causal LM with the text model's layout"
+    bound = context.schema.max_tokens or context_length(dict(context.checkpoint.config))
     for model in text_models(context.config, context.program):
-        verdict = _proved(context, model)
+        verdict = _proved(context, model, bound)
         pairs = _prefixes(context, model)
         if isinstance(verdict, Equal) and pairs is not None:
-            return _reroot(context, name, model, pairs)
+            return _reroot(context, name, model, pairs, bound)
         where = f" ({verdict.node})" if isinstance(verdict, Different) and verdict.node else ""
         said = f"{verdict.reason}{where}" if isinstance(verdict, Different) else "its files cannot be named so"
         reason = f"{model.class_name} has its layout, but no proof that it computes the same: {said}"
     return Skipped(pass_name=name, site=root, reason=reason)
 
 
-def _proved(context: Context, model: TextModel) -> Equal | Different:
+def _proved(context: Context, model: TextModel, bound: int | None) -> Equal | Different:
     try:
         program = trace(model.config)
         values = config_values(context.config), config_values(model.config)
     except UnsupportedError as error:
         return Different(str(error))
-    bound = context.schema.max_tokens
     unpadded = context.schema.padding == "none"
     renamed = {own: whole for own, whole in model.names.items() if own in program.shapes}
     return equal_under(context.program, program, max_tokens=bound, unpadded=unpadded, names=renamed, values=values)
@@ -91,16 +92,20 @@ def _pair(old: str, new: str) -> tuple[str, str]:
     return old.removesuffix(same), new.removesuffix(same)
 
 
-def _reroot(context: Context, name: str, model: TextModel, pairs: tuple[tuple[str, str], ...]) -> Reroot:
+def _reroot(
+    context: Context, name: str, model: TextModel, pairs: tuple[tuple[str, str], ...], bound: int | None
+) -> Reroot:
     checkpoint, text = context.checkpoint, frozenset(model.names.values())
     claimed = {tensor: context.program.model_name(tensor) for tensor in checkpoint.tensors}
     gone = tuple(sorted(tensor for tensor, whole in claimed.items() if whole is not None and whole not in text))
     infos = [checkpoint.tensors[tensor] for tensor in gone]
+    lengths = {} if bound is None else {"max_tokens": bound}
     evidence = Evidence(
         grade="proved",
         claim=f"of text alone the model computes what {model.class_name} computes with the tensors that stay",
         method="the traced graphs of both, value-numbered together; what positions decide compared at every position",
-        figures={"bytes": sum(info.nbytes for info in infos), "parameters": sum(info.numel for info in infos)},
+        figures={"bytes": sum(info.nbytes for info in infos), "parameters": sum(info.numel for info in infos)}
+        | lengths,
     )
     section = model.root if isinstance(checkpoint.config.get(model.root), dict) else ""
     given = checkpoint.config[section] if section else checkpoint.config
