@@ -15,7 +15,7 @@ LAYERS = (
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
     *("checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
     *("models", "naming", "auto", "program", "portable", "trace", "sources", "source_model"),
-    *("analysis", "passes", "rewrite", "manifest", "staging", "erase", "verify", "report", "probe", "runtime"),
+    *("analysis", "rewrite", "passes", "manifest", "staging", "erase", "verify", "report", "probe", "runtime"),
     *(
         "options",
         "pipeline",

@@ -63,7 +63,7 @@ class Shapes:
 
     @cached_property
     def _symbols(self) -> dict[sympy.Symbol, Any]:
-        sizes: dict[str, Any] = {"batch": BATCH, "new": NEW, "past": PAST}
+        sizes: dict[str, Any] = {"batch": BATCH, "new": NEW, "past": PAST if self.program.masks_past else 0}
         return dict(self.program.bindings(**sizes))
 
     def size(self, size: int | torch.SymInt) -> sympy.Expr:
@@ -204,7 +204,7 @@ def _attention(node: fx.Node, cut: Cut, shapes: Shapes) -> Pull | None:
     named = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:6], strict=False)) | dict(node.kwargs)
     if cut.dim != rank - 2 or named.get("dropout_p") or named.get("is_causal"):
         return None
-    places = {place: operand for place, operand in tensor_arguments(node) if place in {(0,), (3,)}}
+    places = {place: operand for place, operand in tensor_arguments(node) if place[0] in {0, 3}}
     return _operands(node, cut, shapes, places)
 
 
