@@ -94,8 +94,9 @@ def call_inputs(program: Program, new: int, past: int) -> list[torch.Tensor]:
         elif item.target == "position_ids":
             values.append(torch.arange(past, past + new)[None])
         elif item.role == "input":
-            shape = [size if isinstance(size, int) else sizes[size] for size in next(leaves).shape]
-            values.append(torch.zeros(1).expand(shape))
+            leaf = next(leaves)
+            shape = [size if isinstance(size, int) else sizes[size] for size in leaf.shape]
+            values.append(torch.zeros((), dtype=leaf.dtype).expand(shape))
         else:
             values.append(program.constants.get(item.target, torch.zeros(0)))
     return values
