@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "collapse"
 
 # Earliest first. `collapse` itself is the package's `__init__`, the interface for Python users.
 LAYERS = (
-    *("errors", "canonical", "plan", "verdict", "memory", "progress"),
+    *("errors", "canonical", "config_paths", "plan", "verdict", "memory", "progress"),
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
     *("checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
     *("models", "naming", "auto", "program", "portable", "trace", "sources", "source_model"),

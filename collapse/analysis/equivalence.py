@@ -12,7 +12,7 @@ Constants that a config determines are compared by their bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +49,7 @@ def equal_under(
     unpadded: bool = False,
     names: Mapping[str, str] | None = None,
     values: tuple[Values, Values] = ({}, {}),
+    left_logits: fx.Node | None = None,
 ) -> Equal | Different:
     """Compare two dynamic programs.
 
@@ -59,6 +60,7 @@ def equal_under(
         unpadded: whether the attention mask is all ones.
         names: state-dict name in `right` -> name in `left` of the same tensor; None where names are the same.
         values: the real constants of both, from `config_values`; a constant without a value equals no other.
+        left_logits: the node of `left` to compare with the logits of `right`; its logits unless given.
 
     A cache tensor that a program only hands on holds nothing and is not compared; the others are matched by number.
     """
@@ -77,21 +79,20 @@ def equal_under(
         decided = _decided(program, values[side], lengths)
         leaves = _leaves(program, left, renamed[side], grown[side], values[side])
         sides.append(Numbering(program.graph.graph, table, f"side {side}", sizes, leaves, known, decided).run())
-    return _verdict((left, right), grown, (sides[0], sides[1]))
+    outputs, others = _outputs(left, grown[0]), _outputs(right, grown[1])
+    return _verdict([left_logits or outputs[0], *outputs[1:]], others, sides)
 
 
 def _verdict(
-    programs: tuple[Program, Program], grown: tuple[list[int], list[int]], sides: tuple[Mapping[fx.Node, int], ...]
+    outputs: list[fx.Node], others: list[fx.Node], sides: Sequence[Mapping[fx.Node, int]]
 ) -> Equal | Different:
-    outputs = [_outputs(program, kept) for program, kept in zip(programs, grown, strict=True)]
-    pairs = list(zip(*outputs, strict=True))
-    for one, other in pairs:
+    for one, other in zip(outputs, others, strict=True):
         if sides[0][one] != sides[1][other]:
             return _parting(one, other, sides)
     return Equal()
 
 
-def _parting(left: fx.Node, right: fx.Node, sides: tuple[Mapping[fx.Node, int], ...]) -> Different:
+def _parting(left: fx.Node, right: fx.Node, sides: Sequence[Mapping[fx.Node, int]]) -> Different:
     """Follow two nodes of different value back to where they are no longer computed alike."""
     while True:
         inputs = list(zip(left.all_input_nodes, right.all_input_nodes, strict=False))

@@ -23,26 +23,6 @@ from collapse.program import Program
 aten = torch.ops.aten
 
 _INTEGERS = {torch.bool, torch.int32, torch.int64}
-_KEEPING = frozenset(  # operators whose elements are elements of their first argument
-    {
-        aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default, aten.clone.default,
-        aten.contiguous.default, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int,
-        aten.expand.default, aten.view.default, aten.reshape.default, aten.transpose.int, aten.permute.default,
-        aten.index.Tensor, aten.max.default, aten.min.default, aten.amax.default, aten.amin.default,
-    }
-)  # fmt: skip
-_CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default})
-_FILLED = {aten.ones.default: 1, aten.new_ones.default: 1, aten.ones_like.default: 1}
-_FILLED |= {aten.zeros.default: 0, aten.new_zeros.default: 0, aten.zeros_like.default: 0}
-_SIGNS = {aten.add.Tensor: 1, aten.add.Scalar: 1, aten.sub.Tensor: -1, aten.sub.Scalar: -1}
-_AND = frozenset({aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default})
-_OR = frozenset({aten.__or__.Tensor, aten.bitwise_or.Tensor, aten.logical_or.default})
-_NOT = frozenset({aten.bitwise_not.default, aten.logical_not.default})
-_COMPARISONS: dict[Any, Callable[[Any, Any], bool]] = {
-    getattr(getattr(aten, name), overload): getattr(operator, name)
-    for name in ("gt", "ge", "lt", "le")
-    for overload in ("Tensor", "Scalar")
-}
 
 
 @dataclass(frozen=True)
@@ -56,6 +36,10 @@ class Interval:
     def constant(self) -> int | None:
         """The one value that every element has in every call, or None."""
         return int(self.low[0]) if len({*self.low, *self.high}) == 1 else None
+
+
+Known = list[Interval | None]
+Rule = Callable[[fx.Node, Known], Interval | None]
 
 
 def intervals(program: Program, sizes: Sizes, lengths: Lengths) -> dict[fx.Node, Interval]:
@@ -103,42 +87,10 @@ def _of_size(expression: sympy.Expr | None, lengths: Lengths) -> Interval | None
 
 
 def _of_call(node: fx.Node, known: Mapping[fx.Node, Interval]) -> Interval | None:
-    target, arguments = node.target, [_of_value(argument, known) for argument in node.args]
-    is_bool = node.meta["val"].dtype is torch.bool
-    if target in _FILLED:
-        return _constant(_FILLED[target])
-    if target is aten.arange.default and arguments[0] is not None:
-        return Interval((0, 0, 0), tuple(end - 1 for end in arguments[0].high))
-    if target in _KEEPING and arguments:
-        return arguments[0]
-    if target is aten.full.default:
-        return arguments[1]
-    if target in _CASTS:
-        return _as_bool(arguments[0]) if is_bool else arguments[0]
-    if target is aten.where.self:
-        return _either(*arguments)
-    pair = arguments[:2] if len(node.args) == 2 and not node.kwargs else []
-    if target in _NOT and is_bool:
-        return arguments[0] and _difference(_constant(1), arguments[0])
-    if target in _SIGNS and is_bool:
-        return None  # the sum of truth values is no sum
-    return _of_pair(target, *pair) if len(pair) == 2 else None
-
-
-def _of_pair(target: Any, left: Interval | None, right: Interval | None) -> Interval | None:
-    if target in _AND | _OR:
-        decisive = 0 if target in _AND else 1
-        values = [side.constant if side else None for side in (left, right)]
-        if decisive in values:
-            return _constant(decisive)
-        return _constant(1 - decisive) if values == [1 - decisive] * 2 else None
-    if left is None or right is None:
-        return None
-    if target in _COMPARISONS:
-        return _compared(_COMPARISONS[target], left, right)
-    if target in _SIGNS:
-        return _sum(left, right) if _SIGNS[target] == 1 else _difference(left, right)
-    return None
+    rule = _RULES.get(node.target)
+    if rule is None or (rule in _TWO_SIDED and (len(node.args) != 2 or node.kwargs)):
+        return None  # a third argument or an option, such as `alpha`, means another function
+    return rule(node, [_of_value(argument, known) for argument in node.args])
 
 
 def _of_value(value: Any, known: Mapping[fx.Node, Interval]) -> Interval | None:
@@ -147,12 +99,86 @@ def _of_value(value: Any, known: Mapping[fx.Node, Interval]) -> Interval | None:
     return _constant(int(value)) if isinstance(value, bool | int) else None
 
 
-def _as_bool(interval: Interval | None) -> Interval | None:
-    if interval is None:
-        return None
+def _kept(node: fx.Node, arguments: Known) -> Interval | None:
+    """Elements of the result are elements of the first argument."""
+    return arguments[0]
+
+
+def _cast(node: fx.Node, arguments: Known) -> Interval | None:
+    interval = arguments[0]
+    if interval is None or not _is_bool(node):
+        return interval
     if min(interval.low) > 0 or max(interval.high) < 0:
         return _constant(1)
     return _constant(0) if interval.constant == 0 else _constant(0, 1)
+
+
+def _full(node: fx.Node, arguments: Known) -> Interval | None:
+    return arguments[1]
+
+
+def _ones(node: fx.Node, arguments: Known) -> Interval:
+    return _constant(1)
+
+
+def _zeros(node: fx.Node, arguments: Known) -> Interval:
+    return _constant(0)
+
+
+def _arange(node: fx.Node, arguments: Known) -> Interval | None:
+    (end,) = arguments if len(arguments) == 1 else (None,)
+    return end and Interval((0, 0, 0), tuple(value - 1 for value in end.high))
+
+
+def _where(node: fx.Node, arguments: Known) -> Interval | None:
+    condition, left, right = arguments
+    if condition is not None and condition.constant is not None:
+        return left if condition.constant else right
+    if left is None or right is None:
+        return None
+    return _constant(min(*left.low, *right.low), max(*left.high, *right.high))
+
+
+def _not(node: fx.Node, arguments: Known) -> Interval | None:
+    return _difference(_constant(1), arguments[0]) if arguments[0] and _is_bool(node) else None
+
+
+def _and(node: fx.Node, arguments: Known) -> Interval | None:
+    return _decided(arguments, 0) if _is_bool(node) else None
+
+
+def _or(node: fx.Node, arguments: Known) -> Interval | None:
+    return _decided(arguments, 1) if _is_bool(node) else None
+
+
+def _decided(arguments: Known, decisive: int) -> Interval | None:
+    """Decide and (0 on one side suffices) or or (1 does)."""
+    values = [side.constant if side else None for side in arguments]
+    if decisive in values:
+        return _constant(decisive)
+    return _constant(1 - decisive) if values == [1 - decisive] * 2 else None
+
+
+def _add(node: fx.Node, arguments: Known) -> Interval | None:
+    left, right = arguments
+    return _sum(left, right) if left and right and not _is_bool(node) else None
+
+
+def _subtract(node: fx.Node, arguments: Known) -> Interval | None:
+    left, right = arguments
+    return _difference(left, right) if left and right else None
+
+
+def _compare(holds: Callable[[Any, Any], bool]) -> Rule:
+    def rule(node: fx.Node, arguments: Known) -> Interval | None:
+        left, right = arguments
+        return _compared(holds, left, right) if left and right else None
+
+    return rule
+
+
+def _is_bool(node: fx.Node) -> bool:
+    return bool(node.meta["val"].dtype is torch.bool)
 
 
 def _sum(left: Interval, right: Interval) -> Interval:
@@ -176,9 +202,22 @@ def _compared(holds: Callable[[Any, Any], bool], left: Interval, right: Interval
     return _constant(0, 1) if any(holds(a, b) for a, b in far) else _constant(0)
 
 
-def _either(condition: Interval | None, left: Interval | None, right: Interval | None) -> Interval | None:
-    if condition is not None and condition.constant is not None:
-        return left if condition.constant else right
-    if left is None or right is None:
-        return None
-    return _constant(min(*left.low, *right.low), max(*left.high, *right.high))
+_COMPARE = {name: _compare(getattr(operator, name)) for name in ("gt", "ge", "lt", "le")}
+_TWO_SIDED: frozenset[Rule] = frozenset({_add, _subtract, _and, _or, *_COMPARE.values()})
+_RULES: dict[Any, Rule] = {
+    aten.alias.default: _kept, aten.detach.default: _kept, aten.lift_fresh_copy.default: _kept,
+    aten.clone.default: _kept, aten.contiguous.default: _kept, aten.unsqueeze.default: _kept,
+    aten.squeeze.dim: _kept, aten.slice.Tensor: _kept, aten.select.int: _kept, aten.expand.default: _kept,
+    aten.view.default: _kept, aten.reshape.default: _kept, aten.transpose.int: _kept, aten.permute.default: _kept,
+    aten.index.Tensor: _kept, aten.max.default: _kept, aten.min.default: _kept, aten.amax.default: _kept,
+    aten.amin.default: _kept, aten.to.dtype: _cast, aten.to.device: _cast, aten.to.dtype_layout: _cast,
+    aten.ones.default: _ones, aten.new_ones.default: _ones, aten.ones_like.default: _ones,
+    aten.zeros.default: _zeros, aten.new_zeros.default: _zeros, aten.zeros_like.default: _zeros,
+    aten.full.default: _full, aten.arange.default: _arange, aten.where.self: _where,
+    aten.__and__.Tensor: _and, aten.bitwise_and.Tensor: _and, aten.logical_and.default: _and,
+    aten.__or__.Tensor: _or, aten.bitwise_or.Tensor: _or, aten.logical_or.default: _or,
+    aten.bitwise_not.default: _not, aten.logical_not.default: _not,
+    aten.add.Tensor: _add, aten.add.Scalar: _add, aten.sub.Tensor: _subtract, aten.sub.Scalar: _subtract,
+    **{getattr(aten, name).Tensor: rule for name, rule in _COMPARE.items()},
+    **{getattr(aten, name).Scalar: rule for name, rule in _COMPARE.items()},
+}  # fmt: skip

@@ -201,7 +201,7 @@ def _is_random(node: fx.Node, target: torch._ops.OpOverload) -> bool:
         return False
     given = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False))
     given = {argument.name: argument.default_value for argument in target._schema.arguments} | given | node.kwargs
-    return given.get("train") is not False and given.get("dropout_p") != 0
+    return not (given.get("train") is False or given.get("dropout_p") in (0, 0.0))
 
 
 def _is_symbolic(target: Any) -> bool:
@@ -218,7 +218,7 @@ def _is_identity_cast(node: fx.Node) -> bool:
     source = _as_node(node.args[0])
     value = source.meta.get("val") if source else None
     plain = node.kwargs.get("memory_format") is None and not any(isinstance(a, torch.memory_format) for a in node.args)
-    return plain and isinstance(value, torch.Tensor) and value.dtype == node.meta["val"].dtype
+    return plain and isinstance(value, torch.Tensor) and bool(value.dtype == node.meta["val"].dtype)
 
 
 def _returns_written(node: fx.Node) -> bool:

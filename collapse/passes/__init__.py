@@ -7,6 +7,7 @@ from collapse.passes.constant_fold import ConstantFold
 from collapse.passes.dead_module import DeadModule
 from collapse.passes.last_token import LastToken
 from collapse.passes.positions import Positions
+from collapse.passes.specialise import Specialise
 from collapse.passes.text_only import TextOnly
 from collapse.passes.unread_weights import UnreadWeights
 from collapse.passes.vocabulary import Vocabulary
@@ -15,6 +16,7 @@ PASSES: tuple[Pass, ...] = (
     TextOnly(),
     UnreadWeights(),
     Positions(),
+    Specialise(),
     Vocabulary(),
     DeadModule(),
     LastToken(),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from collapse.config_paths import with_edits
 from collapse.errors import PlanError
 from collapse.plan import Plan, Reroot, Rewrite
 
@@ -32,25 +32,7 @@ def _rooted(config: Mapping[str, Any], rewrite: Reroot) -> dict[str, Any]:
 
 
 def _edited(config: Mapping[str, Any], rewrites: Sequence[Rewrite]) -> dict[str, Any]:
-    edited = copy.deepcopy(dict(config))
+    edited = dict(config)
     for rewrite in rewrites:
-        for path, value in sorted(rewrite.config.items()):
-            *parents, last = path.split(".")
-            place: Any = edited
-            for part in parents:
-                place = _part_of(place, part)
-            if isinstance(place, dict):
-                place[last] = copy.deepcopy(value)
-            elif _part_of(place, last) is not None:
-                place[int(last)] = copy.deepcopy(value)
-            else:
-                raise PlanError(f"config.json has no {path}", where=path, fix="make a new plan")
+        edited = with_edits(edited, rewrite.config)
     return edited
-
-
-def _part_of(place: Any, part: str) -> Any:
-    """Return a field of an object or an element of a list; None where there is none."""
-    if isinstance(place, dict):
-        return place.get(part)
-    inside = isinstance(place, list) and part.isdecimal() and int(part) < len(place)
-    return place[int(part)] if inside else None
