@@ -15,7 +15,7 @@ from collapse.canonical import dumps
 from collapse.checkpoint import DTYPE_BITS, Checkpoint
 from collapse.corpus import Split, builtin_corpus, read_corpus, split
 from collapse.erase import write_checkpoint
-from collapse.errors import CollapseError, OutputError, PlanError, RefutedError
+from collapse.errors import CollapseError, OutputError, PlanError, RefutedError, UnsupportedError
 from collapse.manifest import versions, write_manifest
 from collapse.memory import release_memory
 from collapse.options import DEFAULTS, Options, chosen_passes
@@ -111,6 +111,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         drawn = sequences(checkpoint, schema, parts, options.seed)
     with watch.stage("trace"):
         program = trace(config)
+        _require_reach(program, schema)
         release_memory()
     texts = Samples(parts.calibration, parts.held_out) if parts else Samples()
     return Context(
@@ -128,6 +129,14 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         placeholder=options.placeholder,
         progress=watch.advance,
     )
+
+
+def _require_reach(program: Program, schema: InputSchema) -> None:
+    """Refuse a schema whose inputs are longer than what was traced."""
+    limit, wanted = program.max_tokens, schema.max_tokens
+    if limit is not None and (wanted is None or wanted > limit):
+        reason = f"rotary frequencies grow beyond {limit} tokens (dynamic NTK), which no traced graph can follow"
+        raise UnsupportedError(reason, where="config.json", fix=f"give a schema with max_tokens of at most {limit}")
 
 
 def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:

@@ -52,6 +52,7 @@ class Program:
         tied: groups of parameter names that are one tensor, each sorted.
         module_types: class name of every module path.
         naming: how the names in weight files become those of the model.
+        max_tokens: the longest sequence, past included, for which the graph stands; None if it does for any.
     """
 
     graph: fx.GraphModule
@@ -63,6 +64,7 @@ class Program:
     tied: tuple[tuple[str, ...], ...]
     module_types: Mapping[str, str]
     naming: Naming = field(default_factory=Naming)
+    max_tokens: int | None = None
 
     @property
     def parameters(self) -> Mapping[str, str]:

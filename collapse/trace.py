@@ -33,6 +33,7 @@ from transformers.exporters.utils import apply_patches
 from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.errors import UnsupportedError
+from collapse.growing_rope import keep_original_frequencies
 from collapse.naming import naming_of
 from collapse.portable import portable
 from collapse.program import CacheLeaf, Input, Measure, Program, Role
@@ -67,9 +68,11 @@ def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new
     """Trace the causal LM of `config`.
 
     A dynamic program runs with any batch, past and new length. A static one holds for just the sizes given,
-    and takes a fraction of the time. Raises `UnsupportedError` where the exporter cannot trace the model.
+    and takes a fraction of the time. A model whose rotary frequencies grow with the sequence is traced for its
+    original length, which the program then names. Raises `UnsupportedError` where the exporter cannot trace the model.
     """
     model = meta_model(config)
+    limit = keep_original_frequencies(model)
     register_cache_pytrees_for_model(model)
     try:
         # The cache of fake-tensor results costs more than it saves on symbolic shapes: 63 s -> 41 s on SmolLM2.
@@ -94,7 +97,7 @@ def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new
     except Exception as error:
         reason = f"{type(model).__name__} cannot be traced ({_first_line(error)})"
         raise UnsupportedError(reason, where="trace", fix="report it with the config.json") from error
-    program = _program(model, exported, tuple(leaf for leaf in leaves if leaf is not None))
+    program = _program(model, exported, tuple(leaf for leaf in leaves if leaf is not None), limit)
     if dynamic:
         _require_any_size(program, type(model).__name__)
     return program
@@ -196,7 +199,9 @@ def _dynamic_shapes(arguments: Mapping[str, Any], cache: str, leaves: Sequence[C
     return shapes
 
 
-def _program(model: PreTrainedModel, exported: ExportedProgram, cache: tuple[CacheLeaf, ...]) -> Program:
+def _program(
+    model: PreTrainedModel, exported: ExportedProgram, cache: tuple[CacheLeaf, ...], limit: int | None
+) -> Program:
     roles: Mapping[str, Role] = {
         "PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input",
     }  # fmt: skip
@@ -218,6 +223,7 @@ def _program(model: PreTrainedModel, exported: ExportedProgram, cache: tuple[Cac
         tied=groups,
         module_types={name: type(module).__name__ for name, module in model.named_modules()},
         naming=naming_of(model),
+        max_tokens=limit,
     )
 
 

@@ -14,7 +14,7 @@ LAYERS = (
     *("errors", "canonical", "config_paths", "plan", "verdict", "memory", "progress"),
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
     *("checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
-    *("models", "naming", "auto", "program", "portable", "trace", "sources", "source_model"),
+    *("models", "growing_rope", "naming", "auto", "program", "portable", "trace", "sources", "source_model"),
     *("analysis", "rewrite", "passes", "manifest", "staging", "erase", "verify", "report", "probe", "runtime"),
     *(
         "options",

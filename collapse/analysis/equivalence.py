@@ -64,6 +64,9 @@ def equal_under(
 
     A cache tensor that a program only hands on holds nothing and is not compared; the others are matched by number.
     """
+    for program in (left, right):
+        if program.max_tokens is not None and (max_tokens is None or max_tokens > program.max_tokens):
+            return Different(f"cannot decide: a graph stands for at most {program.max_tokens} tokens")
     table, grown = Numbers(), (_grown(left), _grown(right))
     shapes = [[left.cache[i] for i in grown[0]], [right.cache[i] for i in grown[1]]]
     if shapes[0] != shapes[1]:
