@@ -60,9 +60,49 @@ def test_a_site_that_is_not_there_is_refused():
         rewrite_program(program_of("llama"), plan_of(cut("model.layers.9.mlp", "zero")))
 
 
+ATTENTION = {
+    "llama": ("model.layers.0.self_attn", "model.layers.0.self_attn.o_proj.weight"),
+    "gpt2": ("transformer.h.1.attn", "transformer.h.1.attn.c_proj.weight"),
+    "gemma3_text": ("model.layers.1.self_attn", "model.layers.1.self_attn.o_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", ATTENTION)
+def test_attention_is_cut_out_with_its_cache_entries(kind):
+    site, gate = ATTENTION[kind]
+    model, program = tiny_model(kind), program_of(kind)
+    rewritten = rewrite_program(program, plan_of(cut(site, "zero")))
+    ids, mask = inputs()
+    with torch.no_grad():  # a module whose output weights are zero gives zero
+        for name, parameter in model.named_parameters():
+            if name == gate or name == gate.replace("weight", "bias"):
+                parameter.zero_()
+        expected = model(input_ids=ids, attention_mask=mask).logits
+    found, grown = rewritten.run(weights_of(model), ids, mask)
+    assert torch.equal(found, expected)
+    assert len(grown) == len(rewritten.cache) == len(program.cache) - 2
+    assert rewritten.outputs[-1] == f"cache.{len(grown) - 1}"
+    assert not [item.target for item in rewritten.inputs if item.target.startswith(f"{site}.")]
+    first, held = rewritten.run(weights_of(model), ids[:, :4], mask[:, :4])
+    second, _ = rewritten.run(weights_of(model), ids[:, 4:], mask, held)
+    torch.testing.assert_close(torch.cat([first, second], 1), expected, rtol=1.3e-6, atol=1e-5)
+
+
+def test_without_any_attention_no_cache_is_left_and_sizes_come_from_mask_and_ids():
+    program = program_of("llama")
+    plan = plan_of(*(cut(f"model.layers.{layer}.self_attn", "zero") for layer in range(3)))
+    rewritten = rewrite_program(program, plan)
+    assert (rewritten.cache, rewritten.outputs) == ((), ("logits",))
+    ids, mask = inputs()
+    weights = weights_of(tiny_model("llama"))
+    whole = rewritten.run(weights, ids, mask)[0]
+    rest = rewritten.run(weights, ids[:, 5:], mask)[0]
+    torch.testing.assert_close(rest, whole[:, 5:], rtol=1.3e-6, atol=1e-5)
+
+
 def test_a_module_with_several_exits_is_refused():
-    with pytest.raises(PlanError, match="gives 3 values"):
-        rewrite_program(program_of("llama"), plan_of(cut("model.layers.0.self_attn", "zero")))
+    with pytest.raises(PlanError, match="gives 2 values"):
+        rewrite_program(program_of("llama"), plan_of(cut("model.rotary_emb", "zero")))
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -123,7 +123,9 @@ def test_a_slice_stops_at_what_mixes_positions(name):
     torch.testing.assert_close(last, whole[:, -1:], rtol=1.3e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "operator"), [("cumsum", "aten.cumsum"), ("flip", "aten.flip"), ("roll", "aten.roll")])
+@pytest.mark.parametrize(
+    ("name", "operator"), [("cumsum", "aten.cumsum"), ("flip", "aten.flip"), ("roll", "aten.roll")]
+)
 def test_a_rule_that_is_wrong_shows_in_the_values(monkeypatch, name, operator):
     program, weights = small_program(MIXES[name])
     monkeypatch.setattr(slicing, "RULES", {**slicing.RULES, operator: slicing._aligned})

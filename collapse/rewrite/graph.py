@@ -1,4 +1,4 @@
-"""What a plan does to a traced graph: short-circuit sites, drop rows, and erase what nothing reads any more."""
+"""What a plan does to a traced graph: short-circuit sites, drop blocks and rows, and erase what nothing reads then."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from torch import fx
 
 from collapse.analysis.reachability import remove_dead_nodes
 from collapse.errors import PlanError
-from collapse.plan import Narrow, Plan, ShortCircuit
+from collapse.plan import DropLayers, Narrow, Plan, Rewrite, ShortCircuit
 from collapse.program import Program
+from collapse.rewrite.blocks import drop_blocks, inside_of, leaving_values, passed_in
 from collapse.rewrite.copying import copy_graph
+from collapse.rewrite.leaves import drop_leaves, leaves_of
 from collapse.rewrite.specialise import specialise
 
 aten = torch.ops.aten
@@ -29,16 +31,30 @@ def rewrite_program(program: Program, plan: Plan, *, graph_edits: bool = False) 
     Raises `PlanError` for a site that the graph does not have, or that cannot be cut out.
     """
     graph = copy_graph(program.graph)
-    for rewrite in plan.of_kind(ShortCircuit):
-        if rewrite.stage != "fuse":
-            short_circuit(graph.graph, rewrite)
+    remove_dead_nodes(graph.graph, keep=_user_inputs(program))
     shapes = dict(program.shapes)
     for rewrite in plan.of_kind(Narrow):
         _narrow_placeholders(graph.graph, program, rewrite, shapes)
-    remove_dead_nodes(graph.graph, keep={item.placeholder for item in program.inputs if item.role == "input"})
+    leaves = {leaf: rewrite.site for rewrite in plan.rewrites for leaf in _cut_out(graph.graph, program, rewrite)}
+    cache = drop_leaves(graph.graph, program, leaves)
+    remove_dead_nodes(graph.graph, keep=_user_inputs(program))
     graph.recompile()
-    collapsed = program.with_graph(graph, shapes=shapes)
+    outputs = ("logits", *(f"cache.{number}" for number in range(len(cache))))
+    collapsed = program.with_graph(graph, shapes=shapes, cache=cache, outputs=outputs)
     return specialise(collapsed, plan).program if graph_edits else collapsed
+
+
+def _user_inputs(program: Program) -> set[str]:
+    return {item.placeholder for item in program.inputs if item.role == "input"}
+
+
+def _cut_out(graph: fx.Graph, program: Program, rewrite: Rewrite) -> tuple[int, ...]:
+    """Cut modules out of the graph; return the cache entries that go with them."""
+    if isinstance(rewrite, DropLayers):
+        return drop_blocks(graph, program, rewrite)
+    if isinstance(rewrite, ShortCircuit) and rewrite.stage != "fuse":
+        return short_circuit(graph, program, rewrite)
+    return ()
 
 
 def rewrite_weights(
@@ -72,46 +88,28 @@ def _narrowed(program: Program, rewrite: Narrow) -> list[tuple[str, int]]:
     return sorted(found.items())
 
 
-def is_inside(node: fx.Node, site: str) -> bool:
-    """Whether the node was traced within the module `site` or one of its children."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return any(str(path) == site for path, _ in stack.values())
+def short_circuit(graph: fx.Graph, program: Program, rewrite: ShortCircuit) -> tuple[int, ...]:
+    """Replace the one tensor that others read of `rewrite.site` by zero, by the module's input, or by a constant.
 
-
-def exits(graph: fx.Graph, site: str) -> list[fx.Node]:
-    """Return the nodes of module `site` whose value is used outside it, in order."""
-    inside = {node for node in graph.nodes if node.op == "call_function" and is_inside(node, site)}
-    return [node for node in graph.nodes if node in inside and any(user not in inside for user in node.users)]
-
-
-def short_circuit(graph: fx.Graph, rewrite: ShortCircuit) -> None:
-    """Replace the one tensor that leaves `rewrite.site` by zero, by the module's input, or by a constant."""
-    leaving = exits(graph, rewrite.site)
+    Returns the cache entries that only this module writes, which go with it. Raises `PlanError` where other modules
+    read several values of it, cache entries included.
+    """
+    inside = inside_of(graph, rewrite.site)
+    leaves = leaves_of(graph, program, inside)
+    leaving = leaving_values(graph, inside)
     if len(leaving) != 1:
         found = "is not in the graph" if not leaving else f"gives {len(leaving)} values, not one"
         raise PlanError(f"the module {found}", where=rewrite.site, fix="trace the model and look at its modules")
     node = leaving[0]
     if rewrite.by == "identity":
-        node.replace_all_uses_with(_entry(graph, rewrite.site, node))
-        return
+        node.replace_all_uses_with(passed_in(graph, inside, node, rewrite.site))
+        return leaves
     if rewrite.by == "zero":
         _skip_additions(node)
     if node.users:
         with graph.inserting_before(node):
             node.replace_all_uses_with(_constant(graph, node, rewrite))
-
-
-def _entry(graph: fx.Graph, site: str, leaving: fx.Node) -> fx.Node:
-    """Return the value that enters the module and has the shape of the one that leaves it."""
-    entering: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and is_inside(node, site):
-            entering.update((source, None) for source in node.all_input_nodes if not is_inside(source, site))
-    shape = leaving.meta["val"].shape
-    same = [n for n in entering if n.op != "placeholder" and getattr(n.meta.get("val"), "shape", None) == shape]
-    if not same:
-        raise PlanError("no input of the module has the shape of its output", where=site)
-    return same[0]
+    return leaves
 
 
 def _skip_additions(node: fx.Node) -> None:
