@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,9 @@ from collapse.errors import CheckpointError, UnsupportedError
 from collapse.schema import InputSchema
 
 CALIBRATION, HELD_OUT = 12, 64
+WINDOW_FIELD = re.compile(r"(^|_)(sliding|local|attention|attn)_(window|chunk)(_size)?$|^window_size$")
+PAST_WINDOW = 12  # tokens beyond a window; the last ones are then decoded one by one
+LONGEST = 8192  # tokens of the longest sequence that is run for a window's sake
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 Ids = tuple[int, ...]
@@ -22,10 +26,15 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sequences:
-    """Source token ids. Calibration sequences choose; held-out ones only judge what was chosen."""
+    """Source token ids. Calibration sequences choose; held-out ones only judge what was chosen.
+
+    `long` holds a held-out sequence that reaches past every attention window, where the others do not and the schema
+    allows such lengths.
+    """
 
     calibration: tuple[Ids, ...]
     held_out: tuple[Ids, ...]
+    long: tuple[Ids, ...] = ()
 
     @property
     def digests(self) -> dict[str, str]:
@@ -38,6 +47,28 @@ def context_length(config: dict[str, Any]) -> int | None:
     text = config.get("text_config") or config
     lengths = [text[name] for name in CONTEXT_FIELDS if isinstance(text.get(name), int)]
     return min((length for length in lengths if length > 0), default=None)
+
+
+def attention_windows(config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the lengths from which on some layer of the model sees only a part of the past, by its config.json."""
+    text = config.get("text_config") or config
+    sizes = {value for field, value in text.items() if WINDOW_FIELD.search(field) and type(value) is int and value > 0}
+    return tuple(sorted(sizes))
+
+
+def longest_allowed(config: Mapping[str, Any], schema: InputSchema) -> int | None:
+    """Return the longest sequence that schema and model allow; None where neither bounds it."""
+    bounds = [bound for bound in (schema.max_tokens, context_length(dict(config))) if bound is not None]
+    return min(bounds, default=None)
+
+
+def _past_windows(checkpoint: Checkpoint, schema: InputSchema) -> int | None:
+    """Return a length past every window that a request can pass, or None where the usual length is enough."""
+    allowed = longest_allowed(checkpoint.config, schema)
+    lengths = [window + PAST_WINDOW for window in attention_windows(checkpoint.config)]
+    reachable = [length for length in lengths if length <= min(allowed or LONGEST, LONGEST)]
+    longest = max(reachable, default=0)
+    return longest if longest > sequence_length(checkpoint, schema) else None
 
 
 def sequence_length(checkpoint: Checkpoint, schema: InputSchema) -> int:
@@ -74,15 +105,17 @@ def sequences(checkpoint: Checkpoint, schema: InputSchema, split: Split | None, 
     A sequence starts at a block, goes on through the following blocks of the same side, and is cut at
     `sequence_length`; the starts are spread evenly.
     """
-    length = sequence_length(checkpoint, schema)
+    length, further = sequence_length(checkpoint, schema), _past_windows(checkpoint, schema)
     if split is None:
         drawn = sample_tokens(schema, seed, CALIBRATION + HELD_OUT, length)
         ids = [tuple(sequence) for sequence in drawn]
-        return Sequences(tuple(ids[:CALIBRATION]), tuple(ids[CALIBRATION:]))
+        long = sample_tokens(schema, seed, 1, further) if further else ()
+        return Sequences(tuple(ids[:CALIBRATION]), tuple(ids[CALIBRATION:]), tuple(map(tuple, long)))
     encode = encoder(checkpoint)
     return Sequences(
         tuple(cut(split.calibration, CALIBRATION, encode, length)),
         tuple(cut(split.held_out, HELD_OUT, encode, length)),
+        tuple(cut(split.held_out, 1, encode, further)) if further else (),
     )
 
 

@@ -91,7 +91,8 @@ class EagerProgram:
         self.weights = dict(self.model.named_parameters(remove_duplicate=False))
 
     def run(self, weights: dict, ids: torch.Tensor, mask: torch.Tensor, cache: object) -> tuple:
-        inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        places = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "position_ids": places}
         output = torch.func.functional_call(self.model, weights, (), inputs)
         return output.logits, output.past_key_values
 

@@ -22,6 +22,8 @@ from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.rewrite.specialise import Specialised
 from collapse.rewrite.tensors import erased_names, token_narrow
+from collapse.schema import InputSchema
+from collapse.sequences import attention_windows, longest_allowed
 from collapse.trace import quiet
 from collapse.verdict import Check
 from collapse.verify.compare import (
@@ -37,6 +39,7 @@ from collapse.verify.compare import (
     padded_blocks,
     piecewise,
 )
+from collapse.verify.coverage import coverage
 from collapse.verify.job import Job, Settings, make_job
 from collapse.verify.observe import ModelRunner, Observation, ProgramRunner, observe
 from collapse.verify.specialised import specialised_checks
@@ -90,7 +93,9 @@ def dynamic_checks(
     columns = list(narrow.kept) if narrow else None
     job = make_job(inside, len(columns) if columns else _vocabulary(source), context, settings or Settings())
     ran, example = _compare(output, source, plan, job, columns, reference, watch or Stopwatch(quiet=True))
-    return (check, *ran), example
+    schema = InputSchema.model_validate(plan.input_schema)
+    covered = coverage(job, attention_windows(source.config), longest_allowed(source.config, schema))
+    return (check, covered, *ran), example
 
 
 def _compare(
@@ -121,11 +126,11 @@ def _compare(
 
 
 def allowed_difference(plan: Plan) -> float:
-    """Return the largest logit difference that a short circuit's evidence allows; 0 where all claims are exact."""
+    """Return the largest logit difference that a rewrite's evidence allows; 0 where all claims are exact."""
     inexact = (
         rewrite.evidence.figures.get("tolerance", 0.0)
-        for rewrite in plan.of_kind(ShortCircuit)
-        if rewrite.evidence.grade != "proved" and rewrite.stage != "fuse"
+        for rewrite in plan.rewrites
+        if rewrite.evidence.grade != "proved" and getattr(rewrite, "stage", None) != "fuse"
     )
     return max((float(figure) for figure in inexact), default=0.0)
 
@@ -189,6 +194,10 @@ def _against_graph(
     if graph.cached:
         findings.append(compare_logits("graph: cache", cached_blocks(job, graph, after), OTHER_SHAPE, ids))
         findings.append(compare_logits("graph and source: cache", cached_blocks(job, before, graph), OTHER_SHAPE, ids))
+    findings += [
+        compare_logits("graph: left padding", padded_blocks(job, graph, after), EQ, ids),
+        compare_logits("graph and source: left padding", padded_blocks(job, before, graph), wide, ids),
+    ]
     findings.append(_greedy("graph: greedy", before, graph, plan, ids))
     if specialised is not None:
         other = OTHER_SHAPE.widened(allowed_difference(plan))

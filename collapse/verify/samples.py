@@ -40,13 +40,14 @@ def draw_samples(
 def inside(drawn: Sequences, plan: Plan, count: int) -> list[list[int]]:
     """Return `count` stretches of held-out sequences whose tokens the plan keeps: the longest, one of them whole.
 
-    The others are cut to `SAMPLE_LENGTH`. Where the kept ids are proved to suffice, nothing is left out: a token
-    that is not among them refutes the proof.
+    One more is there where a sequence past the attention windows was drawn. The others are cut to `SAMPLE_LENGTH`.
+    Where the kept ids are proved to suffice, nothing is left out: a token that is not among them refutes the proof.
     """
     narrow = token_narrow(plan)
     kept = None if narrow is None or narrow.evidence.grade == "proved" else frozenset(narrow.kept)
     stretches = sorted((longest_run(ids, kept) for ids in drawn.held_out), key=len, reverse=True)[:count]
-    return [run if number == 0 else run[:SAMPLE_LENGTH] for number, run in enumerate(stretches) if run]
+    long = [run for ids in drawn.long if (run := longest_run(ids, kept))]
+    return long + [run if number == 0 else run[:SAMPLE_LENGTH] for number, run in enumerate(stretches) if run]
 
 
 def longest_run(ids: Sequence[int], kept: frozenset[int] | None) -> list[int]:
