@@ -10,6 +10,7 @@ from collapse.errors import CollapseError
 
 COMMANDS = {
     "export": "stage times and peak memory of one export, as medians over several runs",
+    "architectures": "run the architecture suite; write reports/architectures.json and docs/architectures.md",
     "collect": "add the report.json of finished exports to reports/results.json",
     "readme-table": "rewrite the table in README.md from reports/results.json",
 }
@@ -20,7 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         wanted = not arguments or arguments[0] in {"-h", "--help"}
         print("usage: scripts/bench NAME [-h] ...\n", file=sys.stderr)
-        print("\n".join(f"  {name:<14}{what}" for name, what in COMMANDS.items()), file=sys.stderr)
+        print("\n".join(f"  {name:<16}{what}" for name, what in COMMANDS.items()), file=sys.stderr)
         return 0 if wanted else 2
     module = importlib.import_module(f"benchmarks.{arguments[0].replace('-', '_')}")
     try:
