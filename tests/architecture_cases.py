@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from collapse.auto import auto_class
 from tests.architecture_configs import CONFIGS, POSITIONS, VOCABULARY
+from tests.architectures import drawn_model
 
 TOKENS = tuple(range(2, VOCABULARY, 2))
 MAX_TOKENS = 24
@@ -48,30 +49,19 @@ class Case:
 
     def save(self, root: Path) -> type[PreTrainedModel]:
         """Write the checkpoint into `root`; returns the class of the model."""
-        config = self.config
-        model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32).eval()
-        _draw(model)
+        model = drawn_model(self.config)
         _cast(model, self.dtype, self.full)
-        state = dict(model.state_dict()) if self.copied or self.stray else None
-        if state is not None and not self.copied:
-            state = {name: tensor for name, tensor in state.items() if name not in model.all_tied_weights_keys}
-        saved = model.base_model if self.bare else model
-        saved.save_pretrained(root, **({"max_shard_size": self.shard} if self.shard else {}))
-        if state is not None:
-            from safetensors.torch import save_file
-
-            extra = {"old.bias": torch.arange(5.0)} if self.stray else {}
-            whole = {name: tensor.clone().contiguous() for name, tensor in (state | extra).items()}
-            save_file(whole, root / "model.safetensors", {"format": "pt"})
+        limit = {"max_shard_size": self.shard} if self.shard else {}
+        (model.base_model if self.bare else model).save_pretrained(root, **limit)
+        if self.copied or self.stray:
+            self._add_tensors(model, root / "model.safetensors")
         return type(model)
 
-
-def _draw(model: PreTrainedModel) -> None:
-    """Draw every parameter at a size that matters; the values are exact, so every machine draws the same."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.rand_like(parameter) - 0.5)
+    def _add_tensors(self, model: PreTrainedModel, path: Path) -> None:
+        extra = {"old.bias": torch.arange(5.0)} if self.stray else {}
+        if self.copied:
+            extra |= {name: model.get_parameter(name).data.clone() for name in model.all_tied_weights_keys}
+        save_file(load_file(path) | extra, path, {"format": "pt"})
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, full: tuple[str, ...]) -> None:

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-CONFIGS: dict[str, dict[str, Any]] = {
+from collapse.auto import auto_class
+from tests.architecture_configs import CONFIGS as TABLE
+
+# The kinds whose rows and layers other tests count; all others are as in the suite's table.
+COUNTED: dict[str, dict[str, Any]] = {
     "llama": dict(
         vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True,
@@ -32,16 +36,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
-    return AutoConfig.for_model(kind, **{**CONFIGS[kind], **changes})
+    return AutoConfig.for_model(kind, **{**(COUNTED.get(kind) or TABLE[kind]), **changes})
 
 
 def tiny_model(kind: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A model with every parameter drawn at a size that matters, so that nothing is dead by its initial value."""
+    return drawn_model(tiny_config(kind, **changes), seed)
+
+
+def drawn_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model with every parameter drawn at a size that matters, so that nothing is dead by its initial value.
+
+    The values are multiples of a power of two: every machine draws the same.
+    """
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32).eval()
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
+            parameter.copy_(torch.rand_like(parameter) - 0.5)
     return model
 
 
