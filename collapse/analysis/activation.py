@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from collapse.analysis.stand_in import entering_tensor, tensor_of
+from collapse.analysis.stand_in import entering_tensor, tensor_of, uncompiled
 from collapse.plan import Replacement
 
 
@@ -112,6 +112,7 @@ def profile(
     open_sites = {site: _Meter() for site in sites}
     found: dict[str, Activation] = {}
     with ExitStack() as stack:
+        stack.enter_context(uncompiled())
         for block, stream in streams.items():
             stack.callback(_pre_hook(model, block, stream))
         closers = {site: _hook(model, site, meter) for site, meter in open_sites.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +26,25 @@ class StandIn:
 def short_circuited(model: nn.Module, stand_ins: Sequence[StandIn]) -> Iterator[nn.Module]:
     """Within the context every site gives zero, its first tensor input, or its constant.
 
-    The modules still run, so caches and shapes stay as they were; only what they hand on changes.
+    The modules still run, so caches and shapes stay as they were; only what they hand on changes. A compiled model
+    runs without its graphs meanwhile.
     """
     handles = [
         model.get_submodule(stand_in.site).register_forward_hook(_Hook(stand_in), with_kwargs=True)
         for stand_in in stand_ins
     ]
     try:
-        yield model
+        with uncompiled():
+            yield model
     finally:
         for handle in handles:
             handle.remove()
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """Run compiled models eagerly: a graph made before a hook ignores it, one made with it would keep it."""
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 class _Hook:
