@@ -12,9 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import collect, export, readme_table, results
+from benchmarks import collect, export, guard, readme_table, results
 from benchmarks.memory import PeakMemory
+from collapse.checkpoint import Checkpoint
 from collapse.errors import CollapseError
+from collapse.schema import InputSchema
+from tests.tiny import plan_for
 
 REPORT: dict[str, Any] = {
     "source": {"name": "tiny", "digest": "d", "model_type": "llama"},
@@ -193,6 +196,29 @@ def test_peak_memory_counts_children() -> None:
             pass
         child.communicate(b"\n")
     assert memory.peak >= size
+
+
+def test_the_guards_share_is_that_of_the_check_in_an_unguarded_step() -> None:
+    timings = guard.Timings(guarded=(4.0, 5.0, 9.0), unguarded=(4.0, 4.0, 2.0), check=(0.25, 0.125, 0.125))
+    summary = guard.summarise(timings, model="tiny", schema="log", prompt=7)
+    assert (summary.steps, summary.step_ratio, summary.check_share) == (3, 1.25, 0.03125)
+    assert "3.125% of a step" in guard.show(summary)
+
+
+def test_the_guard_is_measured_on_a_collapsed_model(exported: Path, tmp_path: Path) -> None:
+    report = tmp_path / "guard.json"
+    assert guard.main([str(exported), "--prompt", "5", "--steps", "2", "--report", str(report)]) == 0
+    summary = guard.Summary.model_validate_json(report.read_bytes())
+    assert (summary.prompt, summary.steps, summary.schema_type) == (5, 2, "log")
+    assert min(summary.check, summary.guarded_step, summary.unguarded_step) > 0
+
+
+def test_a_generation_that_the_schema_does_not_allow_is_not_measured(llama: Checkpoint) -> None:
+    schema = InputSchema(type="log", max_tokens=20)
+    plan = plan_for(llama, schema=schema.to_json(), schema_digest=schema.digest)
+    guard.fitting(plan, 10, 2)
+    with pytest.raises(CollapseError, match="21 tokens break max_tokens 20"):
+        guard.fitting(plan, 10, 3)
 
 
 def test_an_unknown_benchmark_is_refused() -> None:
