@@ -17,6 +17,7 @@ from collapse import load
 from collapse.analysis.stand_in import StandIn, short_circuited
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CollapseError, SchemaError
+from collapse.manifest import load_manifest
 from collapse.plan import DropLayers, Evidence, IndexSet, Plan, Reroot, ShortCircuit, Specialise
 from collapse.runtime.fuse import SiteCounts
 from collapse.runtime.guard import check, make_guard
@@ -260,6 +261,14 @@ def test_the_cache_counts(model: PreTrainedModel) -> None:
     model(ids(20), **{name: static})
     with pytest.raises(SchemaError, match=r"25 tokens \(20 in the cache, 5 new\)"):
         model(ids(5), **{name: static})
+
+
+def test_a_cache_that_does_not_count_is_as_long_as_the_mask_says(model: PreTrainedModel, narrowed: Path) -> None:
+    guard, states = make_guard(load_manifest(narrowed).plan, model, narrowed), object()
+    check(guard, (ids(8),), {"cache_params": states})
+    check(guard, (ids(1),), {"cache_params": states, "attention_mask": padded((), length=LIMIT)})
+    with pytest.raises(SchemaError, match=r"25 tokens \(24 in the cache, 1 new\)"):
+        check(guard, (ids(1),), {"cache_params": states, "attention_mask": padded((), length=LIMIT + 1)})
 
 
 def test_inputs_embeds_are_refused_in_generation(model: PreTrainedModel) -> None:
