@@ -30,6 +30,7 @@ LIMIT, ROWS = 24, len(KEPT)
 FULL = CompileConfig(backend="eager", mode=None, fullgraph=True)
 FULL._compile_all_devices = True
 CERTIFIED = Evidence(grade="certified", claim="it is so", method="by hand")
+BOUNDED = Evidence(grade="proved", claim="it is so", method="by hand", figures={"max_tokens": LIMIT})
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
@@ -335,15 +336,23 @@ def test_each_rewrite_leans_on_its_own_clause(source: Checkpoint) -> None:
         source,
         vocabulary(KEPT, EMBEDDING),
         rewrite(Specialise, graph="fold-constants", max_tokens=LIMIT, unpadded=True),
-        rewrite(Reroot, config_root="text_config", names=(("a", "b"),), tensors=("v",)),
+        rewrite(Specialise, config={"rope_parameters": None}, max_tokens=LIMIT),
+        rewrite(
+            Reroot, BOUNDED, config_root="text_config", fields=("vocab_size",), names=(("a", "b"),), tensors=("v", "w")
+        ),
         rewrite(ShortCircuit, CERTIFIED, by="zero", tensors=()),
-        rewrite(DropLayers, CERTIFIED, prefix="layers.", size=4, kept=IndexSet.of([0, 1])),
+        rewrite(DropLayers, CERTIFIED, prefix="layers.", size=4, kept=IndexSet.of([0, 1]), tensors=()),
     )
     sampled = "the-pass collapsed 2 sites, certified on such inputs only"
     assert reliance(plan) == {
-        "max_tokens": (f"the-pass folded what is constant up to {LIMIT} tokens", sampled),
+        "max_tokens": (
+            f"the-pass folded what is constant in at most {LIMIT} tokens",
+            f"the-pass set rope_parameters for at most {LIMIT} tokens",
+            f"the-pass was proved up to {LIMIT} tokens",
+            sampled,
+        ),
         "tokens": (f"vocabulary kept {ROWS} of 64 ids", sampled),
-        "modality": ("the-pass kept only the model under text_config", sampled),
+        "modality": ("the-pass left out 2 tensors that text does not reach", sampled),
         "padding": ("the-pass folded what is constant without padding", sampled),
     }
 

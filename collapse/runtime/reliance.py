@@ -34,10 +34,13 @@ def _stated(plan: Plan) -> Iterator[tuple[Clause, str]]:
         elif isinstance(rewrite, Narrow) and rewrite.relabels == "tokens":
             yield "tokens", f"{name} kept {len(rewrite.kept)} of {rewrite.size} ids"
         elif isinstance(rewrite, Reroot):
-            yield "modality", f"{name} kept only the model under {rewrite.config_root}"
+            yield "modality", f"{name} left out {len(rewrite.tensors)} tensors that text does not reach"
+            if (bound := rewrite.evidence.figures.get("max_tokens")) is not None:
+                yield "max_tokens", f"{name} was proved up to {bound} tokens"
         elif isinstance(rewrite, Specialise):
             if rewrite.max_tokens is not None:
-                yield "max_tokens", f"{name} folded what is constant up to {rewrite.max_tokens} tokens"
+                what = f"set {', '.join(rewrite.config)} for" if rewrite.config else "folded what is constant in"
+                yield "max_tokens", f"{name} {what} at most {rewrite.max_tokens} tokens"
             if rewrite.unpadded:
                 yield "padding", f"{name} folded what is constant without padding"
 
