@@ -12,6 +12,7 @@ COMMANDS = {
     "export": "stage times and peak memory of one export, as medians over several runs",
     "architectures": "run the architecture suite; write reports/architectures.json and docs/architectures.md",
     "guard": "what the guard of a loaded model costs a decode step",
+    "last-token": "wall time of a prefill as a graph, with logits of all positions and of the last one",
     "collect": "add the report.json of finished exports to reports/results.json",
     "readme-table": "rewrite the table in README.md from reports/results.json",
 }

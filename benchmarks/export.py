@@ -9,16 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
+from benchmarks.machine import machine
 from benchmarks.memory import PeakMemory
 from benchmarks.results import ROOT
 from collapse.canonical import dumps
@@ -101,13 +100,7 @@ def summarise(runs: Sequence[Run], *, model: str, schema: str, fp32: int) -> Sum
         peak_bytes=peak,
         fp32_weight_bytes=fp32,
         peak_over_fp32_weights=peak / fp32,
-        machine={
-            "cpus": os.cpu_count() or 0,
-            "system": f"{platform.system()} {platform.machine()}",
-            "python": platform.python_version(),
-            "torch": version("torch"),
-            "transformers": version("transformers"),
-        },
+        machine=machine(),
     )
 
 

@@ -32,6 +32,12 @@ COUNTED: dict[str, dict[str, Any]] = {
         num_key_value_heads=1, head_dim=8, sliding_window=8, max_position_embeddings=64,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "bloom": dict(vocab_size=48, hidden_size=16, n_layer=2, n_head=2),
+    "falcon": dict(
+        vocab_size=48, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, alibi=True,
+        new_decoder_architecture=False, multi_query=False,
+    ),
+    "mpt": dict(vocab_size=48, d_model=16, n_layers=2, n_heads=2, max_seq_len=64),
 }  # fmt: skip
 
 
