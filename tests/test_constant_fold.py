@@ -84,7 +84,7 @@ def test_beyond_its_longest_sequence_the_graph_raises(kind):
 
 def test_without_a_bound_only_constants_are_folded():
     folded = fold(program_of("bloom"), max_tokens=None, unpadded=False)
-    assert [fact for fact in folded.nodes.values()] == ["unsqueeze_1"]  # the slopes of its position biases
+    assert list(folded.nodes.values()) == ["unsqueeze_1"]  # the slopes of its position biases
     assert {left.reason for left in folded.left} == {
         "the schema gives no max_tokens, so a table of positions has no length"
     }

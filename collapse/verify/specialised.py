@@ -10,6 +10,7 @@ import torch
 
 from collapse.progress import Stopwatch
 from collapse.rewrite.specialise import Specialised
+from collapse.verdict import Check
 from collapse.verify.compare import Block, Finding, Tolerance, cached_blocks, compare_logits, padded_blocks
 from collapse.verify.job import Job
 from collapse.verify.observe import Observation, ProgramRunner, observe
@@ -42,8 +43,12 @@ def specialised_checks(
     """
     narrowed = [_suited(one, specialised) for one in (job, new_job)]
     runner = LastRunner if specialised.next_token else ProgramRunner
-    seen = observe(runner(specialised.program, specialised.weights(weights), watch), narrowed[1])
     name = "graph: next token" if specialised.next_token else "graph: folded"
+    try:
+        seen = observe(runner(specialised.program, specialised.weights(weights), watch), narrowed[1])
+    except Exception as error:  # the graph before its edits did run
+        reason = " ".join((str(error).strip() or type(error).__name__).split())[:300]
+        return [(Check(name=name, passed=False, detail=f"the graph cannot be run: {reason}"), None)]
     findings = [compare_logits(name, _blocks(job, narrowed[0], before, seen), tolerance, columns)]
     if seen.cached:
         findings.append(compare_logits(f"{name}, cache", cached_blocks(job, before, seen), tolerance, columns))
