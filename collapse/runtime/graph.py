@@ -37,10 +37,14 @@ class State:
 
 @dataclass(frozen=True)
 class LoadedGraph:
-    """A graph with its weights in fp32, ready to run; nothing in it changes."""
+    """A graph with its weights in fp32, ready to run; nothing in it changes.
+
+    `max_tokens` bounds the whole sequence, past included; None where the schema gives no bound.
+    """
 
     specialised: Specialised
     weights: Mapping[str, torch.Tensor]
+    max_tokens: int | None = None
 
     def prefill(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> State:
         """Feed prompts.
@@ -76,9 +80,8 @@ class LoadedGraph:
         return self._run(ids, torch.cat([state.mask, torch.ones_like(ids[:, -1:])], dim=1), None)
 
     def _run(self, ids: torch.Tensor, mask: torch.Tensor, cache: tuple[torch.Tensor, ...] | None) -> State:
-        bound = self.specialised.max_tokens
-        if bound is not None and mask.shape[1] > bound:
-            raise SchemaError(f"{mask.shape[1]} tokens break max_tokens {bound}", fix="shorten the input")
+        if self.max_tokens is not None and mask.shape[1] > self.max_tokens:
+            raise SchemaError(f"{mask.shape[1]} tokens break max_tokens {self.max_tokens}", fix="shorten the input")
         if self.specialised.unpadded and not bool(mask.all()):
             raise SchemaError("the graph was made for inputs without padding", fix="give one length at a time")
         logits, grown = self.specialised.program.run(self.weights, ids, mask, cache)
@@ -111,7 +114,9 @@ def load_graph(directory: str | Path, source: str | Path | None = None) -> Loade
 def graph_of(program: Program, weights: Mapping[str, torch.Tensor], plan: Plan) -> LoadedGraph:
     """Return a collapsed program with its weights, specialised as `plan` says."""
     specialised = specialise(program, plan)
-    return LoadedGraph(specialised, specialised.weights(weights))
+    stated = plan.input_schema.get("max_tokens")
+    bounds = [bound for bound in (specialised.max_tokens, stated) if isinstance(bound, int)]
+    return LoadedGraph(specialised, specialised.weights(weights), min(bounds, default=None))
 
 
 def weights_in_memory(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
