@@ -17,7 +17,7 @@ import torch
 from benchmarks.machine import machine
 from benchmarks.results import ROOT
 from collapse.analysis.flops import cost
-from collapse.analysis.slicing import END
+from collapse.analysis.row_rules import END
 from collapse.canonical import dumps
 from collapse.plan import Record
 from collapse.program import Program

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from collapse import load_graph
 from collapse.analysis import slicing
-from collapse.analysis.slicing import Pull
+from collapse.analysis.row_rules import Pull
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError, PlanError, SchemaError
 from collapse.plan import Plan, Specialise
@@ -179,8 +179,10 @@ def test_the_verifier_also_pads_where_requests_may_be_padded(out, source, plan):
 
 
 def test_a_slice_pushed_through_keys_and_values_is_refuted(monkeypatch, out, source, plan):
-    wrong = dict.fromkeys(((0,), (1,), (2,)))
-    monkeypatch.setattr(slicing, "_attention", lambda node, cut, shapes: Pull(dict.fromkeys(wrong, cut)))
+    def through(node, cut, shapes):
+        return Pull(dict.fromkeys(((0,), (1,), (2,)), cut))
+
+    monkeypatch.setattr(slicing, "SEEDED", {"aten.scaled_dot_product_attention": through})
     planted = reference(source, plan)
     monkeypatch.undo()
     found, _ = checks(out, source, plan, planted)

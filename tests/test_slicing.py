@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from collapse.analysis import slicing
+from collapse.analysis import row_rules, slicing
+from collapse.analysis.call_sizes import Shapes
 from collapse.analysis.flop_rules import op_name
 from collapse.analysis.last_rows import last_rows
-from collapse.analysis.slicing import Shapes
 from collapse.rewrite.last_token import last_token
 from tests.small_programs import WIDTH, ids_and_mask, small_program
 
@@ -68,6 +68,7 @@ COMMUTES = {
     "batched products": batched,
     "flattened rows": flattened,
     "split, chunk and cat": split_up,
+    "stack and select": lambda x, mask: torch.stack([x, x * 2], 1)[:, 1] + torch.stack([x, -x])[0],
     "select": lambda x, mask: x.view(x.shape[0], x.shape[1], 2, 4).select(2, 1).repeat_interleave(1, 0) @ WEIGHT[:4],
     "permute and expand": lambda x, mask: x.permute(2, 0, 1).permute(1, 2, 0).expand(x.shape[0], x.shape[1], WIDTH),
     "added in place": lambda x, mask: (x * 2).add_(x),
@@ -100,7 +101,8 @@ def test_a_slice_goes_through_what_commutes_with_it_and_keeps_the_values(name):
     assert last.shape == (3, 1, WIDTH)
 
 
-@pytest.mark.parametrize("name", ["linear", "layer norm", "rms norm by hand", "flattened rows", "split, chunk and cat"])
+@pytest.mark.parametrize("name", ["linear", "layer norm", "rms norm by hand", "flattened rows", "split, chunk and cat",
+                                  "stack and select"])  # fmt: skip
 def test_a_slice_goes_all_the_way_to_the_token_ids(name):
     program, _ = small_program(COMMUTES[name])
     assert "aten.embedding" in pushed(program)
@@ -128,7 +130,7 @@ def test_a_slice_stops_at_what_mixes_positions(name):
 )
 def test_a_rule_that_is_wrong_shows_in_the_values(monkeypatch, name, operator):
     program, weights = small_program(MIXES[name])
-    monkeypatch.setattr(slicing, "RULES", {**slicing.RULES, operator: slicing._aligned})
+    monkeypatch.setattr(slicing, "RULES", {**slicing.RULES, operator: row_rules.aligned})
     assert "aten.embedding" in pushed(program)
     ids, mask = ids_and_mask()
     whole, last = (one.run(weights, ids, mask)[0] for one in (program, last_token(program)))

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from collapse.analysis.reachability import live_nodes
-from collapse.analysis.slicing import NEW, Cut, Pull, Shapes, pull, tensor_arguments
+from collapse.analysis.call_sizes import NEW, Shapes
+from collapse.analysis.reachability import live_nodes, written_storage
+from collapse.analysis.row_rules import Cut, Pull, tensor_arguments
+from collapse.analysis.slicing import pull
 
 LOGITS_CUT = Cut(dim=1, length=NEW)
 
@@ -31,9 +33,10 @@ def last_rows(graph: fx.Graph, shapes: Shapes) -> Mapping[fx.Node, tuple[Cut, Pu
     """Return the nodes of which only the last row of the cut is needed, with what they then need, in graph order.
 
     One walk from the outputs back: all users of a node come after it, so what is asked of it is known when it is
-    reached. Caches are asked for whole. A node of which different things are asked is computed whole.
+    reached. Caches are asked for whole. A node of which different things are asked is computed whole, and so is one
+    that shares storage with what is written to: when it is read would matter.
     """
-    live = live_nodes(graph)
+    live, (roots, written) = live_nodes(graph), written_storage(graph)
     demand, found = _Demand(), dict[fx.Node, tuple[Cut, Pull]]()
     for node in reversed(graph.nodes):
         if node.op == "output":
@@ -41,12 +44,14 @@ def last_rows(graph: fx.Graph, shapes: Shapes) -> Mapping[fx.Node, tuple[Cut, Pu
             demand.cuts[logits].add(LOGITS_CUT)
             demand.whole.update(caches)
         elif node.name in live:
-            _ask(node, demand, found, shapes)
+            fixed = all(roots[one] not in written for one in (node, *node.all_input_nodes))
+            _ask(node, demand.only(node) if fixed else None, demand, found, shapes)
     return dict(reversed(found.items()))
 
 
-def _ask(node: fx.Node, demand: _Demand, found: dict[fx.Node, tuple[Cut, Pull]], shapes: Shapes) -> None:
-    cut = demand.only(node)
+def _ask(
+    node: fx.Node, cut: Cut | None, demand: _Demand, found: dict[fx.Node, tuple[Cut, Pull]], shapes: Shapes
+) -> None:
     pulled = pull(node, cut, shapes) if cut is not None else None
     if cut is None or pulled is None:
         demand.whole.update(node.all_input_nodes)

@@ -7,7 +7,7 @@ belongs to the caller; the operators in `NO_EFFECT` never count, although their 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,12 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         base = _aliased(node)
         roots[node] = roots[base] if base is not None else node
     return roots
+
+
+def written_storage(graph: fx.Graph) -> tuple[Mapping[fx.Node, fx.Node], frozenset[fx.Node]]:
+    """Return the root of every node, and the roots whose storage some node writes to."""
+    roots = storage_roots(graph)
+    return roots, frozenset(roots[target] for node in graph.nodes for target in written_arguments(node))
 
 
 def _aliased(node: fx.Node) -> fx.Node | None:

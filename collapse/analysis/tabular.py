@@ -8,8 +8,8 @@ or unknown (it has no entry). Dimensions of a function of positions are of one o
 - `position`: two dimensions, batch and new, which stand for `position_ids[b, i]`
 
 Why a table serves: evaluated in one call of `max_tokens` new tokens, no past, batch 1 and positions 0, 1, 2 and so
-on, such a node holds its value for every position. Taking rows commutes with each operator of the chain (the rules
-of `collapse.analysis.slicing`, which hold for any choice of rows), so the rows of any other call are rows of this one.
+on, such a node holds its value for every position. Taking rows commutes with each operator of the chain (the rules of
+`collapse.analysis.row_rules` hold for any choice of rows), so the rows of any other call are rows of this one.
 """
 
 from __future__ import annotations
@@ -23,15 +23,17 @@ import sympy
 import torch
 from torch import fx
 
+from collapse.analysis.call_sizes import BATCH, NEW, PAST, Shapes
 from collapse.analysis.flop_rules import op_name
-from collapse.analysis.reachability import storage_roots, written_arguments
-from collapse.analysis.slicing import BATCH, NEW, PAST, Cut, Place, Shapes, pull, tensor_arguments
+from collapse.analysis.reachability import written_arguments, written_storage
+from collapse.analysis.row_rules import Cut, Place, tensor_arguments
+from collapse.analysis.slicing import pull
 from collapse.program import Program
 
 Source = Literal["query", "key", "position"]
 Dims = tuple[int, ...]
 Range = tuple[sympy.Expr, sympy.Expr]  # first value and length of consecutive whole numbers
-LENGTHS: Mapping[Source, tuple[sympy.Expr, ...]] = {"query": (NEW,), "key": (PAST + NEW,), "position": (BATCH, NEW)}
+LENGTHS: Mapping[Source, tuple[sympy.Expr, ...]] = {"position": (BATCH, NEW), "query": (NEW,), "key": (PAST + NEW,)}
 PARTS = frozenset({"aten.split", "aten.split_with_sizes", "aten.chunk", "getitem"})  # several results, and one of them
 RANGES: Mapping[Range, Source] = {(PAST, NEW): "query", (sympy.Integer(0), PAST + NEW): "key"}
 
@@ -51,8 +53,7 @@ class Tabular:
 def tabular_nodes(program: Program) -> dict[fx.Node, Tabular]:
     """Return the fact about every node that is constant or a function of positions; weights are neither."""
     graph, shapes = program.graph.graph, Shapes(program)
-    roots = storage_roots(graph)
-    written = {roots[target] for node in graph.nodes for target in written_arguments(node)}
+    roots, written = written_storage(graph)
     ranges: dict[fx.Node, Range] = {}
     facts = _given(program)
     for node in graph.nodes:
@@ -110,7 +111,7 @@ def _fact(node: fx.Node, facts: Mapping[fx.Node, Tabular], shapes: Shapes) -> Ta
         return None
     sized = len(node.all_input_nodes) > len(set(operands.values()))  # it also takes sizes of the call
     axes: dict[Source, Dims] = {}
-    for source in {source for operand in operands.values() for source in facts[operand].axes}:
+    for source in (source for source in LENGTHS if any(source in facts[operand].axes for operand in operands.values())):
         dims = next(_fitting(node, source, operands, facts, shapes, sized), None)
         if dims is None:
             return None

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from collapse.analysis.flop_rules import op_name
-from collapse.analysis.reachability import storage_roots, written_arguments
-from collapse.analysis.slicing import Place, is_pointwise, tensor_arguments
+from collapse.analysis.reachability import written_storage
+from collapse.analysis.row_rules import Place, is_pointwise, tensor_arguments
 from collapse.program import Program
 
 Value = bool | int | float
@@ -33,8 +33,7 @@ def uniform_values(program: Program, *, unpadded: bool) -> dict[fx.Node, Value]:
     `unpadded`: the schema says that no request is padded, so the attention mask is all ones.
     """
     graph = program.graph.graph
-    roots = storage_roots(graph)
-    written = {roots[target] for node in graph.nodes for target in written_arguments(node)}
+    roots, written = written_storage(graph)
     found: dict[fx.Node, Value] = {}
     for node in graph.nodes:
         if node.op == "placeholder" and node.name == "attention_mask" and unpadded:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from collapse.analysis.flop_rules import op_name
+from collapse.analysis.call_sizes import NEW, PAST
 from collapse.analysis.reachability import remove_dead_nodes
-from collapse.analysis.slicing import NEW, PAST, Shapes
 from collapse.analysis.tabular import Source, Tabular, tabular_nodes
-from collapse.analysis.uniform import FILLED, FILLED_WITH, Value, equal_operand, uniform_values
-from collapse.program import Input, Program, size_of
+from collapse.program import Input, Program
 from collapse.rewrite.copying import copy_graph
+from collapse.rewrite.prologue import Prologue
 from collapse.rewrite.size_nodes import SizeNodes
+from collapse.rewrite.uniform import without_uniform
 
 aten = torch.ops.aten
 TABLE_BYTES = 16 << 20  # a larger table would cost more memory than the nodes it saves are worth
@@ -60,11 +60,11 @@ def fold(program: Program, *, max_tokens: int | None, unpadded: bool) -> Folded:
 
     Without `max_tokens` nothing that depends on positions is folded.
     """
-    origin = _without_uniform(program, unpadded)
+    origin = without_uniform(program, unpadded=unpadded)
     graph = copy_graph(origin.graph)
     by_name = {node.name: node for node in graph.graph.nodes}
     facts = {by_name[node.name]: fact for node, fact in tabular_nodes(origin).items() if _leads(fact)}
-    chosen, left = _choose(graph.graph, facts, Shapes(origin), max_tokens)
+    chosen, left = _choose(facts, max_tokens)
     if not chosen:
         return Folded(origin, origin, {}, 0, tuple(left))
     sizes = SizeNodes(graph.graph)
@@ -72,7 +72,8 @@ def fold(program: Program, *, max_tokens: int | None, unpadded: bool) -> Folded:
     for number, (node, fact) in enumerate(chosen.items()):
         inputs.append(Input(f"folded_{number}", "buffer", f"{FOLDED}.{number}"))
         _replace(graph.graph, node, fact, inputs[-1].placeholder, max_tokens or 1, sizes)
-    _clean(graph, origin)
+    remove_dead_nodes(graph.graph, keep={item.placeholder for item in origin.inputs if item.role == "input"})
+    graph.recompile()
     nodes = {item.target: node.name for item, node in zip(inputs, chosen, strict=True)}
     taken = sum(_bytes(node, fact, max_tokens or 1) for node, fact in chosen.items())
     return Folded(_with_inputs(origin, graph, inputs), origin, nodes, taken, tuple(left))
@@ -80,8 +81,8 @@ def fold(program: Program, *, max_tokens: int | None, unpadded: bool) -> Folded:
 
 def folded_values(folded: Folded, weights: Mapping[str, torch.Tensor], max_tokens: int | None) -> dict[str, Any]:
     """Return the tensors that the folded program reads beside `weights`: one call of the program before it."""
-    values = _Prologue(folded.origin, folded.nodes.values()).evaluate(weights, max_tokens or 1)
-    positions = {name for name, fact in _facts_by_name(folded.origin).items() if "position" in fact.axes}
+    values = Prologue(folded.origin, folded.nodes.values()).evaluate(weights, max_tokens or 1)
+    positions = {node.name for node, fact in tabular_nodes(folded.origin).items() if "position" in fact.axes}
     return {
         target: (values[node].squeeze(0) if node in positions else values[node]).clone()
         for target, node in folded.nodes.items()
@@ -93,53 +94,7 @@ def _leads(fact: Tabular) -> bool:
     return fact.axes.get("position", (0, 1)) == (0, 1)
 
 
-def _facts_by_name(program: Program) -> dict[str, Tabular]:
-    return {node.name: fact for node, fact in tabular_nodes(program).items()}
-
-
-def _without_uniform(program: Program, unpadded: bool) -> Program:
-    """Replace nodes that are equal to an operand, and uniform ones that others read, by the simplest that is equal."""
-    graph = copy_graph(program.graph)
-    own = program.with_graph(graph)
-    shapes, values = Shapes(program), uniform_values(own, unpadded=unpadded)
-    sizes = SizeNodes(graph.graph)
-    for node in list(graph.graph.nodes):
-        equal = None if node in values else equal_operand(node, values)
-        if equal is not None:
-            node.replace_all_uses_with(_expanded(graph.graph, equal, node, shapes, sizes))
-    remove_dead_nodes(graph.graph, keep=_kept(program))
-    for node in list(graph.graph.nodes):
-        if node in values and node.op == "call_function" and any(user not in values for user in node.users):
-            _fill(graph.graph, node, values[node], shapes, sizes)
-    _clean(graph, program)
-    return program.with_graph(graph)
-
-
-def _expanded(graph: fx.Graph, equal: fx.Node, node: fx.Node, shapes: Shapes, sizes: SizeNodes) -> fx.Node:
-    shape = shapes(node) or ()
-    if shapes(equal) == shape:
-        return equal
-    with graph.inserting_before(node):
-        made = graph.call_function(aten.expand.default, (equal, [sizes.of(size) for size in shape]))
-    made.meta = dict(node.meta)
-    return made
-
-
-def _fill(graph: fx.Graph, node: fx.Node, value: Value, shapes: Shapes, sizes: SizeNodes) -> None:
-    """Make a uniform tensor from its value, unless it is made so already."""
-    if op_name(node) in {*FILLED, *FILLED_WITH}:
-        return
-    given = node.meta["val"]
-    with graph.inserting_before(node):
-        options = {"dtype": given.dtype, "device": torch.device("cpu")}
-        made = graph.call_function(aten.full.default, ([sizes.of(size) for size in shapes(node) or ()], value), options)
-    made.meta = dict(node.meta)
-    node.replace_all_uses_with(made)
-
-
-def _choose(
-    graph: fx.Graph, facts: Mapping[fx.Node, Tabular], shapes: Shapes, max_tokens: int | None
-) -> tuple[dict[fx.Node, Tabular], list[Left]]:
+def _choose(facts: Mapping[fx.Node, Tabular], max_tokens: int | None) -> tuple[dict[fx.Node, Tabular], list[Left]]:
     """Choose the last nodes of every chain; a chain of one call gains nothing."""
     chosen: dict[fx.Node, Tabular] = {}
     left: list[Left] = []
@@ -220,58 +175,8 @@ def _looked_up(graph: fx.Graph, table: fx.Node, source: Source, dims: tuple[int,
     return graph.call_function(aten.narrow.default, (table, dims[0], start, length))
 
 
-def _clean(graph: fx.GraphModule, program: Program) -> None:
-    remove_dead_nodes(graph.graph, keep=_kept(program))
-    graph.recompile()
-
-
-def _kept(program: Program) -> set[str]:
-    return {item.placeholder for item in program.inputs if item.role == "input"}
-
-
 def _with_inputs(program: Program, graph: fx.GraphModule, added: Iterable[Input]) -> Program:
     """Return the program with the graph's placeholders, in the graph's order."""
     known = {item.placeholder: item for item in (*program.inputs, *added)}
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     return replace(program, graph=graph, inputs=tuple(known[name] for name in names))
-
-
-class _Prologue(fx.Interpreter):
-    """Runs only what some nodes depend on, in a call of the longest sequence and nothing before it."""
-
-    def __init__(self, program: Program, wanted: Iterable[str]) -> None:
-        super().__init__(program.graph)
-        self._program = program
-        self._wanted = [node for node in self.graph.nodes if node.name in set(wanted)]
-
-    def evaluate(self, weights: Mapping[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
-        """Return the values of the wanted nodes by name."""
-        needed = self._needed()
-        self.args_iter = iter([self._input(item, weights, length) for item in self._program.inputs])
-        with torch.no_grad():
-            for node in self.graph.nodes:
-                if node.op == "placeholder" or node in needed:
-                    self.env[node] = self.run_node(node)
-        return {node.name: self.env[node] for node in self._wanted}
-
-    def _needed(self) -> set[fx.Node]:
-        seen: set[fx.Node] = set()
-        stack = list(self._wanted)
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack.extend(node.all_input_nodes)
-        return seen
-
-    def _input(self, item: Input, weights: Mapping[str, torch.Tensor], length: int) -> torch.Tensor:
-        if item.role == "constant":
-            return self._program.constants[item.target]
-        if item.role != "input":
-            return weights[item.target]
-        if item.target == "position_ids":
-            return torch.arange(length)[None]
-        shape = self._program.placeholder(item.placeholder).meta["val"].shape
-        sizes = self._program.bindings(batch=1, new=length, past=0)
-        dtype = self._program.placeholder(item.placeholder).meta["val"].dtype
-        return torch.ones((), dtype=dtype).expand([size_of(size, sizes) for size in shape])

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from collapse.analysis.call_sizes import Shapes
 from collapse.analysis.last_rows import LOGITS_CUT, last_rows
 from collapse.analysis.reachability import remove_dead_nodes
-from collapse.analysis.slicing import END, ONE, Cut, Place, Pull, Shapes
+from collapse.analysis.row_rules import END, ONE, Cut, Place, Pull
 from collapse.program import Program
 from collapse.rewrite.copying import copy_graph
 from collapse.rewrite.in_place import without_writes

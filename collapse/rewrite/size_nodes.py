@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from collapse.analysis.slicing import BATCH, NEW, PAST
+from collapse.analysis.call_sizes import BATCH, NEW, PAST
 from collapse.errors import PlanError
 
 aten = torch.ops.aten
