@@ -38,6 +38,28 @@ COUNTED: dict[str, dict[str, Any]] = {
         new_decoder_architecture=False, multi_query=False,
     ),
     "mpt": dict(vocab_size=48, d_model=16, n_layers=2, n_heads=2, max_seq_len=64),
+    "mistral": dict(
+        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, sliding_window=4,
+    ),
+    "qwen2": dict(
+        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, use_sliding_window=True, sliding_window=4,
+        max_window_layers=1,
+    ),
+    "gemma2": dict(
+        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, sliding_window=4, max_position_embeddings=64,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "phi3": dict(
+        vocab_size=48, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, original_max_position_embeddings=4, pad_token_id=0,
+        eos_token_id=1,
+        rope_parameters=dict(
+            rope_type="longrope", rope_theta=10000.0, long_factor=[2.0, 4.0], short_factor=[1.0, 1.25],
+        ),
+    ),
 }  # fmt: skip
 
 
