@@ -105,7 +105,7 @@ def test_the_branch_that_is_reached_is_compared_by_value():
     ("mistral", {}, {"num_hidden_layers": 2}, "the caches differ"),
     ("mistral", {}, {"tie_word_embeddings": True}, "lm_head_weight"),
     ("llama", {"attention_bias": True}, {}, "linear"),
-    ("gemma2", {}, {"query_pre_attn_scalar": 64}, "scaled_dot_product_attention"),
+    ("gemma2", {}, {"query_pre_attn_scalar": 64}, "mul.Tensor(matmul, 0.0625)"),
     ("gemma2", {}, {"final_logit_softcapping": 20.0}, "30.0"),
 ])  # fmt: skip
 def test_other_arithmetic_is_different(kind, left, right, parted):
@@ -230,10 +230,10 @@ def test_a_write_to_what_the_caller_owns_is_refused():
     assert outcome.reason == "cannot decide: a tensor of the caller is written to"
 
 
-@pytest.mark.parametrize("target", [aten.rand_like.default, aten.empty_like.default])
-def test_a_value_that_arguments_do_not_determine_equals_nothing(target):
+@pytest.mark.parametrize(("target", "options"), [(aten.rand_like.default, ()), (aten.dropout.default, (0.1, True))])
+def test_a_value_that_is_drawn_equals_nothing(target, options):
     def edit(node: fx.Node) -> None:
-        node.target, node.args, node.kwargs = target, node.args[:1], {}
+        node.target, node.args, node.kwargs = target, (*node.args[:1], *options), {}
 
     drawn = edited(traced("mistral")[0], "silu", edit)
     assert isinstance(itself(drawn, drawn), Different)

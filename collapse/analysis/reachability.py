@@ -123,15 +123,23 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function":
         return None
     if not isinstance(node.target, torch._ops.OpOverload):
-        # getitem on a split or chunk still views its base
+        # getitem on a split or chunk still views its base, on other results it takes a tensor of their own
         first = node.args[0] if node.args else None
-        return first if isinstance(first, fx.Node) else None
+        return first if isinstance(first, fx.Node) and not _has_own_results(first) else None
     if not any(result.alias_info is not None for result in node.target._schema.returns):
         return None
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and position < len(node.args) and isinstance(node.args[position], fx.Node):
             return node.args[position]  # type: ignore[return-value]
     return None
+
+
+def _has_own_results(node: fx.Node) -> bool:
+    """Whether a node gives several new tensors, such as the values and the places of the largest elements."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    returns = node.target._schema.returns
+    return len(returns) > 1 and all(result.alias_info is None for result in returns)
 
 
 def remove_dead_nodes(graph: fx.Graph, keep: frozenset[str] | set[str] = frozenset()) -> tuple[str, ...]:

@@ -3,7 +3,8 @@
 A number stands for an operator and the numbers of its arguments, so that it does not matter how a node is called or
 where it stands. What the lengths of a schema decide is folded: a mask that is true throughout, a choice between two
 tables of which one cannot be reached. Where nothing is known a number is given to one node alone, so that two values
-can be missed to be the same but never be mistaken for the same.
+can be missed to be the same but never be mistaken for the same. Memory that was only allocated counts as any other
+value: a model that is a function at all gives the same whatever lies there, so also where the same lies in both.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ aten = torch.ops.aten
 _SAME = frozenset({aten.lift_fresh_copy.default, aten.detach_.default, aten.alias.default, aten.detach.default})
 _CASTS = frozenset({aten.to.dtype, aten.to.device, aten.to.dtype_layout})
 _AND = frozenset({aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default})
-_UNFILLED = ("aten.empty", "aten.new_empty", "aten._empty")  # memory that nothing has been written to yet
 
 
 @dataclass
@@ -192,7 +192,7 @@ def _is_opaque(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return getattr(node.target, "__module__", "") not in {"_operator", "math"} and not _is_symbolic(node.target)
-    return str(node.target).startswith(_UNFILLED) or _is_random(node, node.target)
+    return _is_random(node, node.target)
 
 
 def _is_random(node: fx.Node, target: torch._ops.OpOverload) -> bool:
