@@ -151,6 +151,21 @@ def test_a_constant_without_a_value_equals_no_other():
     assert "inv_freq" in outcome.reason
 
 
+def test_a_buffer_that_files_hold_counts_by_its_name_and_not_by_its_first_value():
+    program = traced("mistral")[0]
+    read = next(node for node in program.graph.graph.nodes if node.name == "b_model_rotary_emb_inv_freq").users
+    other = program.placeholder("b_model_rotary_emb_original_inv_freq").name
+
+    def read_the_other(node: fx.Node) -> None:
+        node.update_arg(0, next(one for one in node.graph.nodes if one.name == other))
+
+    swapped = edited(program, next(iter(read)).name, read_the_other)
+    assert itself(program, swapped) == Equal()  # both are made from the config, and hold the same bytes
+    names = ("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq")
+    stored = {**program.shapes, **dict.fromkeys(names, (2,))}
+    assert isinstance(itself(replace(program, shapes=stored), replace(swapped, shapes=stored)), Different)
+
+
 def test_graphs_of_growing_frequencies_stand_for_their_original_length_only():
     config = tiny_config("llama", num_hidden_layers=1, rope_parameters={"rope_type": "dynamic", "factor": 2.0})
     program, values = trace(config), config_values(config)

@@ -178,12 +178,13 @@ def _leaves(
 
 
 def _decided(program: Program, values: Values, lengths: Lengths | None) -> dict[fx.Node, Hashable]:
-    """Return the keys of what positions decide; a constant that the graph writes to is none."""
+    """Return the keys of what positions decide; what the graph writes to, or a file may hold, is no constant."""
     if lengths is None:
         return {}
-    written = {item.target for item in program.inputs if item.placeholder in _state_buffers(program)}
+    unknown = {item.target for item in program.inputs if item.placeholder in _state_buffers(program)}
+    unknown |= program.shapes.keys()
     return position_values(
-        program, lambda name: None if name in written else _value(program, name, values), lengths.last_position
+        program, lambda name: None if name in unknown else _value(program, name, values), lengths.last_position
     )
 
 
