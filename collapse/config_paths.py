@@ -22,12 +22,19 @@ def with_edits(config: Mapping[str, Any], edits: Mapping[str, Any]) -> dict[str,
         for part in parents:
             place = _part_of(place, part)
         if isinstance(place, dict):
-            place[last] = copy.deepcopy(value)
+            place[last] = _sorted(value)
         elif _part_of(place, last) is not None:
-            place[int(last)] = copy.deepcopy(value)
+            place[int(last)] = _sorted(value)
         else:
             raise PlanError(f"config.json has no {path}", where=path, fix="make a new plan")
     return edited
+
+
+def _sorted(value: Any) -> Any:
+    """Copy a value with its fields sorted, as they are in a saved plan: both must write the same bytes."""
+    if isinstance(value, Mapping):
+        return {name: _sorted(value[name]) for name in sorted(value)}
+    return [_sorted(part) for part in value] if isinstance(value, list | tuple) else copy.deepcopy(value)
 
 
 def _part_of(place: Any, part: str) -> Any:

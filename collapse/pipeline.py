@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from collapse.analysis.config_cost import cost_of_config
+from collapse.analysis.config_values import with_values
 from collapse.analysis.flops import Cost, cost
 from collapse.analysis.token_use import Samples
 from collapse.auto import config_from
@@ -110,7 +111,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         output = _output_texts(schema, options)
         drawn = sequences(checkpoint, schema, parts, options.seed)
     with watch.stage("trace"):
-        program = trace(config)
+        program = with_values(trace(config), config)
         _require_reach(program, schema)
         release_memory()
     texts = Samples(parts.calibration, parts.held_out) if parts else Samples()

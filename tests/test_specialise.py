@@ -18,7 +18,7 @@ from collapse.options import Options
 from collapse.passes import specialise
 from collapse.passes.base import Context, Proposal
 from collapse.passes.specialise import Specialise, edited_config
-from collapse.pipeline import prepare
+from collapse.pipeline import export, prepare
 from collapse.plan import Skipped
 from collapse.program import Program
 from collapse.progress import Stopwatch
@@ -236,6 +236,20 @@ def test_a_cap_is_inert_up_to_half_of_the_tolerance():
     assert not is_inert(at * 1.1, cap)
     x = torch.linspace(-at, at, 1001, dtype=torch.float64)
     assert float((x - cap * torch.tanh(x / cap)).abs().max()) <= 0.5e-5
+
+
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("phi3", {"original_max_position_embeddings": 16, "max_position_embeddings": 32}),
+    ("llama", {**DYNAMIC, "max_position_embeddings": 16}),
+    ("mistral", {"sliding_window": 16}),
+])  # fmt: skip
+def test_an_export_is_verified_with_continuations_up_to_the_bound(tmp_path, kind, changes):
+    save_tiny(kind, tmp_path / "source", **changes)
+    schema = {"type": "text", "tokens": list(range(48)), "max_tokens": 16, "workload": {"prompt": 8, "new": 4}}
+    result = export(tmp_path / "source", tmp_path / "out", schema, Options(passes=("specialise",), prompts=2))
+    (rewrite,) = result.plan.rewrites
+    written = Checkpoint.open(tmp_path / "out").config
+    assert {field: written[field] for field in rewrite.config} == rewrite.config
 
 
 def test_inputs_beyond_the_length_of_growing_frequencies_are_refused_by_name(tmp_path):

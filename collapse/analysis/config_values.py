@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import torch
 from accelerate import init_empty_weights
@@ -10,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from collapse.auto import auto_class
+from collapse.program import Program
 from collapse.trace import quiet
 
 
@@ -30,6 +32,23 @@ def config_values(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.device.type != "meta":
                 values[f"{path}.{attribute}" if path else attribute] = value
     return values
+
+
+def with_values(program: Program, config: PreTrainedConfig) -> Program:
+    """Return the program of `config` with a value for each constant of which only the shape was traced.
+
+    Without one the graph cannot run: the second table of LongRoPE is made when the model first runs, on any device.
+    """
+    if all(constant.device.type != "meta" for constant in _lifted(program).values()):
+        return program
+    values = config_values(config)
+    known = {name: values[name] for name in _lifted(program) if name in values}
+    return replace(program, constants={**program.constants, **known})
+
+
+def _lifted(program: Program) -> dict[str, torch.Tensor]:
+    """Return the constants that the graph takes as such; buffers are given to it with the weights."""
+    return {item.target: program.constants[item.target] for item in program.inputs if item.role == "constant"}
 
 
 def _make_late_tables(model: PreTrainedModel) -> None:

@@ -181,8 +181,8 @@ def _decided(program: Program, values: Values, lengths: Lengths | None) -> dict[
     """Return the keys of what positions decide; what the graph writes to, or a file may hold, is no constant."""
     if lengths is None:
         return {}
-    unknown = {item.target for item in program.inputs if item.placeholder in _state_buffers(program)}
-    unknown |= program.shapes.keys()
+    written = _state_buffers(program)
+    unknown = {item.target for item in program.inputs if item.placeholder in written} | program.shapes.keys()
     return position_values(
         program, lambda name: None if name in unknown else _value(program, name, values), lengths.last_position
     )

@@ -48,14 +48,21 @@ class Sizes:
     def _symbols(self) -> Mapping[sympy.Symbol, sympy.Expr]:
         return {symbol: _MEASURES[size] for symbol, size in self.program.bindings(**_PROBE).items()}
 
+    @cached_property
+    def _translated(self) -> dict[sympy.Expr, sympy.Expr | None]:
+        return {}  # the same few sizes come up at every node, and sympy is slow
+
     def canonical(self, size: Any) -> sympy.Expr | None:
         """Return a size in terms of batch, new and past; None where it depends on something else."""
         if isinstance(size, int):
             return sympy.Integer(size)
         if not isinstance(size, torch.SymInt):
             return None
-        expression = sympy.expand(size.node.expr.subs(self._symbols))
-        return expression if expression.free_symbols <= {BATCH, NEW, PAST} else None
+        expression = size.node.expr
+        if expression not in self._translated:
+            translated = sympy.expand(expression.subs(self._symbols))
+            self._translated[expression] = translated if translated.free_symbols <= {BATCH, NEW, PAST} else None
+        return self._translated[expression]
 
     def shape(self, tensor: torch.Tensor) -> tuple[sympy.Expr, ...] | None:
         """Return a shape in these terms, or None."""

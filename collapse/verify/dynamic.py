@@ -17,7 +17,7 @@ from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.memory import release_memory
-from collapse.plan import Narrow, Plan, ShortCircuit
+from collapse.plan import Narrow, Plan, ShortCircuit, Specialise
 from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.rewrite.specialise import Specialised
@@ -87,7 +87,7 @@ def dynamic_checks(
     if not check.passed:
         return (check,), example
     try:
-        context = _context(source.root, output)
+        context = min((bound for bound in (_context(source.root, output), _reach(plan)) if bound), default=None)
     except Exception as error:  # transformers raises many kinds for a bad config
         return (_not_loaded(error),), None
     columns = list(narrow.kept) if narrow else None
@@ -286,6 +286,12 @@ def _inside(
 
 def _first_outside(ids: Sequence[int], kept: Container[int]) -> int | None:
     return next((at for at, token in enumerate(ids) if token not in kept), None)
+
+
+def _reach(plan: Plan) -> int | None:
+    """Return the longest sequence for which the switches of the plan claim anything, continuations included."""
+    bounds = (switch.max_tokens for switch in plan.of_kind(Specialise) if switch.graph is None)
+    return min((bound for bound in bounds if bound is not None), default=None)
 
 
 def _context(*folders: Path) -> int | None:
