@@ -20,10 +20,10 @@ Tiny models with random weights, built from transformers' own config classes. Ea
 transformers. `scripts/architectures` writes this page and `reports/architectures.json`; `tests/test_architectures.py`
 runs the same suite and compares.
 
-*removed* is the share of the elements in the files, by pass. *largest logit difference* is that between source and
-output over the kept ids, in prefill and through the cache (a dash: the model has none). *graph bit-equal* counts the
-positions at which the rewritten graph, run in memory on the source's weights, and the output from disk give the same
-bits.
+*removed* is the share of the elements in the files, by pass; after *graph* stand passes that changed the graph alone.
+*largest logit difference* is that between source and output over the kept ids, in prefill and through the cache (a
+dash: the model has none). *graph bit-equal* counts the positions at which the rewritten graph, run in memory on the
+source's weights, and the output from disk give the same bits.
 
 {verified}
 
@@ -54,10 +54,11 @@ def _verified(row: Row) -> tuple[str, ...]:
 
 
 def _removed(row: Row) -> str:
-    """Return the share of all passes, and where there are several, of each."""
-    parts = [f"{name} {count / row.parameters:.1%}" for name, count in row.removed.items()]
-    whole = f"{row.total / row.parameters:.1%}"
-    return f"{whole}: {', '.join(parts)}" if parts else whole
+    """Return the share of all passes, then of each; a pass that took no element changed the graph alone."""
+    parts = [f"{name} {count / row.parameters:.1%}" for name, count in row.removed.items() if count]
+    edits = [name for name, count in row.removed.items() if not count]
+    whole = [f"{row.total / row.parameters:.1%}" + (f": {', '.join(parts)}" if parts else "")]
+    return "; ".join(whole + ([f"graph: {', '.join(edits)}"] if edits else []))
 
 
 def _table(header: Sequence[str], rules: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -72,6 +72,11 @@ class Context:
         names = (name for name in self.checkpoint.tensors if self.program.model_name(name) in rows)
         return tuple(sorted(name for name in names if name not in self.tied_copies))
 
+    def file_names(self, name: str) -> tuple[str, ...]:
+        """Return the tensors of the files that hold the model's tensor `name`; files may call it otherwise."""
+        aliases = self.program.aliases(name)
+        return tuple(tensor for tensor in self.checkpoint.tensors if self.program.model_name(tensor) in aliases)
+
     @property
     def token_rows(self) -> int:
         """Number of rows of the token tables; 0 where there are none."""

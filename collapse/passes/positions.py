@@ -60,7 +60,7 @@ def _propose_table(context: Context, name: str, table: str, index: fx.Node, boun
         figures={"max_tokens": bound, "last_row": needed - 1, "rows": rows},
     )
     kept = IndexSet(runs=((0, needed),))
-    axes = (Axis(tensor=table, dim=0),)
+    axes = tuple(Axis(tensor=tensor, dim=0) for tensor in context.file_names(table))
     return Narrow(
         pass_name=name,
         site=table,
