@@ -38,7 +38,8 @@ def run(name: str) -> Row:
         try:
             result = export(root, Path(folder) / "output", case.schema, OPTIONS)
         except CollapseError as error:
-            return whole.model_copy(update={"refused": str(error).replace(folder, "").replace("/output: ", "")})
+            where = "" if error.where.startswith(folder) else f"{error.where}: "
+            return whole.model_copy(update={"refused": f"{where}{error.what}"})
         return whole.model_copy(update=_figures(source, result))
 
 
