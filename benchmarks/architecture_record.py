@@ -20,9 +20,10 @@ FIGURES = 3  # significant digits of a measured figure that the digest of a plan
 class Row(Record):
     """What became of one tiny model: verified with its figures, or refused with the reason.
 
-    `parameters` counts the elements in the source's files, `removed` those that each pass with a rewrite took. The differences are
-    the largest between logits of source and output, by check; `greedy_equal` says whether all `greedy_tokens` were
-    equal. Of the positions at which the rewritten graph was compared with the output, `graph_bit_equal` were so.
+    `parameters` counts the elements in the source's files, `removed` those that each pass with a rewrite took. The
+    differences are the largest between logits of source and output, by check; `greedy_equal` says whether all
+    `greedy_tokens` were equal. Of the positions at which the rewritten graph was compared with the output,
+    `graph_bit_equal` were so.
     """
 
     name: str

@@ -23,7 +23,7 @@ class Case:
     """One model and how it is saved.
 
     `full` names parts of tensor names that stay in fp32 where the rest is in `dtype`. `copied` writes the tied head
-    under its second name too, `stray` a tensor that no module claims, `bare` the base model without its head.
+    under its second name too, `extra` names tensors that no module claims, `bare` leaves out all but the base model.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Case:
     full: tuple[str, ...] = ()
     shard: int | None = None
     copied: bool = False
-    stray: bool = False
+    extra: tuple[str, ...] = ()
     bare: bool = False
     max_tokens: int = MAX_TOKENS
 
@@ -53,15 +53,15 @@ class Case:
         _cast(model, self.dtype, self.full)
         limit = {"max_shard_size": self.shard} if self.shard else {}
         (model.base_model if self.bare else model).save_pretrained(root, **limit)
-        if self.copied or self.stray:
+        if self.copied or self.extra:
             self._add_tensors(model, root / "model.safetensors")
         return type(model)
 
     def _add_tensors(self, model: PreTrainedModel, path: Path) -> None:
-        extra = {"old.bias": torch.arange(5.0)} if self.stray else {}
+        added = {name: torch.arange(5.0) for name in self.extra}
         if self.copied:
-            extra |= {name: model.get_parameter(name).data.clone() for name in model.all_tied_weights_keys}
-        save_file(load_file(path) | extra, path, {"format": "pt"})
+            added |= {name: model.get_parameter(name).data.clone() for name in model.all_tied_weights_keys}
+        save_file(load_file(path) | added, path, {"format": "pt"})
 
 
 def _cast(model: PreTrainedModel, dtype: torch.dtype, full: tuple[str, ...]) -> None:
@@ -81,7 +81,7 @@ def _variants() -> Iterator[Case]:
     yield Case("llama, bf16 with fp32 norms", "llama", dict(tie_word_embeddings=True), torch.bfloat16, ("norm",))
     yield Case("llama, shards", "llama", shard=4096)
     yield Case("llama, head saved twice", "llama", dict(tie_word_embeddings=True), copied=True)
-    yield Case("llama, unclaimed tensor", "llama", stray=True)
+    yield Case("llama, unclaimed tensor", "llama", extra=("old.bias",))
     yield Case("llama, YaRN", "llama", dict(rope_parameters=_scaled("yarn", factor=2.0)))
     yield Case("llama, llama3 rotations", "llama", dict(rope_parameters=_scaled("llama3", factor=2.0, **_LLAMA3)))
     yield Case("llama, dynamic rotations", "llama", dict(rope_parameters=_scaled("dynamic", factor=2.0)))
@@ -94,6 +94,9 @@ def _variants() -> Iterator[Case]:
     ))  # fmt: skip
     yield Case("gemma4_text, experts", "gemma4_text", dict(
         enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=8,
+    ))  # fmt: skip
+    yield Case("gemma4_text, keys of layers that share them", "gemma4_text", extra=tuple(
+        f"model.layers.3.self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm")
     ))  # fmt: skip
     yield Case("stablelm, parallel, head norms", "stablelm", dict(use_parallel_residual=True, qk_layernorm=True))
     yield Case("gpt_neox, sequential, shards", "gpt_neox", dict(use_parallel_residual=False), shard=4096)

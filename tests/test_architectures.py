@@ -21,19 +21,22 @@ from tests.architecture_suite import elements_beyond_the_schema, run
 ROWS: Mapping[str, Row] = {row.name: row for row in load()}
 RENEW = "where this is meant, run `scripts/architectures` and review what changed in reports/architectures.json"
 LOGITS = 30.0  # no logit of a tiny model is larger, so tolerances relative to it are bounded
-HASHED = ("llama", "gpt2", "mixtral", "gemma3n_text")
+HASHED = ("llama, bf16 with fp32 norms", "gpt2", "mixtral")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_gives_what_is_recorded(name: str) -> None:
+    """One test for all, since the workers of a parallel run do not share what a case gave."""
     assert name in ROWS, f"{name} is not recorded: {RENEW}"
-    assert run(name).stable() == ROWS[name].stable(), RENEW
-
-
-@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.refused is None])
-def test_a_verified_case_loses_what_the_schema_cannot_reach_and_says_the_same(name: str) -> None:
     row = run(name)
-    assert row.removed.get("vocabulary", 0) + row.removed.get("positions", 0) == elements_beyond_the_schema(name)
+    assert row.stable() == ROWS[name].stable(), RENEW
+    if row.refused is None:
+        assert_it_loses_what_the_schema_cannot_reach_and_says_the_same(row)
+
+
+def assert_it_loses_what_the_schema_cannot_reach_and_says_the_same(row: Row) -> None:
+    tables = row.removed.get("vocabulary", 0) + row.removed.get("positions", 0)
+    assert tables == elements_beyond_the_schema(row.name)
     assert row.greedy_equal
     assert row.prefill_difference is not None
     assert row.prefill_difference <= EQ.absolute + EQ.relative * LOGITS
