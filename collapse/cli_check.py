@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,12 @@ from collapse.manifest import MANIFEST
 from collapse.plan import Plan
 from collapse.probe import probe as run_probe
 from collapse.verdict import Check, Verdict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from collapse.program import Program
+    from collapse.progress import Stopwatch
 
 HELP = {"help_option_names": ["-h", "--help"]}
 MARKS = {True: "ok  ", False: "FAIL", None: "--  "}
@@ -59,8 +65,12 @@ def verify(
     """
     from collapse.progress import Stopwatch
     from collapse.sources import resolve
-    from collapse.verify import Settings
+    from collapse.verify import Settings, with_blame
     from collapse.verify import verify as run_verify
+
+    def origin() -> tuple[Program, dict[str, Tensor]]:
+        assert checkpoint is not None
+        return _origin(checkpoint, watch)
 
     def samples(found: Plan) -> list[list[int]]:
         assert checkpoint is not None
@@ -81,6 +91,7 @@ def verify(
             static_only=quick,
             watch=watch,
         )
+        verdict = with_blame(verdict, out, checkpoint, samples, origin)
     watch.finish()
     _show(verdict, quick, as_json, quiet)
     raise typer.Exit(verdict.exit_code)
@@ -119,6 +130,14 @@ def _draw(checkpoint: Checkpoint, plan: Plan, corpus: list[Path], field: str | N
     return draw_samples(checkpoint, plan, corpus=corpus, text_field=field, count=count)
 
 
+def _origin(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[Program, dict[str, Tensor]]:
+    """Trace the source and load its weights, to name what is wrong with a refuted output."""
+    from collapse.source_model import source_weights
+    from collapse.trace import load_config, trace
+
+    return trace(load_config(checkpoint)), source_weights(checkpoint, watch)
+
+
 def _read_ids(path: Path) -> list[list[int]]:
     fix = "give a JSON list of lists of token ids"
     try:
@@ -136,4 +155,5 @@ def _table(verdict: Verdict, quick: bool) -> str:
         return f"{MARKS[check.passed]}  {check.name:<24}{check.detail}"
 
     scope = " (files only; the model was not run)" if quick and verdict.status == "verified" else ""
-    return "\n".join([*map(line, verdict.checks), f"{verdict.status}{scope}"])
+    blamed = [f"      {found.site} ({found.pass_name}): {found.reason}" for found in verdict.blamed]
+    return "\n".join([*map(line, verdict.checks), *blamed, f"{verdict.status}{scope}"])

@@ -35,12 +35,12 @@ from collapse.rewrite.specialise import has_graph_edits, specialise
 from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
-from collapse.source_model import load_source
+from collapse.source_model import load_source, source_weights
 from collapse.sources import resolve
 from collapse.staging import check_output, staged
 from collapse.trace import load_config, trace
 from collapse.verdict import Verdict
-from collapse.verify import Settings, verify
+from collapse.verify import Settings, verify, with_blame
 from collapse.verify.dynamic import Rewritten
 from collapse.verify.samples import SAMPLES, inside
 
@@ -67,7 +67,7 @@ def make_plan(
     watch = watch or Stopwatch(quiet=True)
     context = prepare(model, load_schema(schema), options, watch)
     plan = decide(context, chosen_passes(options.passes), watch)
-    rewritten = rewrite_program(context.program, plan)
+    rewritten = rewrite_program(context.program, plan, context.checkpoint.config)
     before, after = _costs(context, rewritten, plan, watch)
     return Result(plan, _report(context, plan, before, after, rewritten, None), None)
 
@@ -200,7 +200,7 @@ def _output_texts(schema: InputSchema, options: Options) -> Samples:
 
 
 def _apply(context: Context, plan: Plan, target: Path, options: Options, force: bool, watch: Stopwatch) -> Result:
-    rewritten = rewrite_program(context.program, plan)
+    rewritten = rewrite_program(context.program, plan, context.checkpoint.config)
     before, after = _costs(context, rewritten, plan, watch)
     with staged(target, force, context.checkpoint.root) as staging:
         with watch.stage("write"):
@@ -265,18 +265,21 @@ def _verify(
 ) -> Verdict:
     context.release()  # the verifier loads one model at a time
 
+    def origin() -> tuple[Program, dict[str, torch.Tensor]]:
+        return context.program, source_weights(context.checkpoint, watch)
+
     def reference() -> Rewritten:
-        model, _ = load_source(context.checkpoint, watch)
-        weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        weights = source_weights(context.checkpoint, watch)
         special = specialise(rewritten, plan) if has_graph_edits(plan) else None
         return Rewritten(rewritten, rewrite_weights(context.program, weights, plan), special)
 
     settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens, logit_bytes=LOGIT_BYTES)
     samples = inside(context.sequences, plan, max(SAMPLES, options.prompts))
     with watch.stage("verify"):
-        return verify(
+        verdict = verify(
             folder, context.checkpoint, samples=samples, program=reference, plan=plan, settings=settings, watch=watch
         )
+        return with_blame(verdict, folder, context.checkpoint, samples, origin)
 
 
 def refuted(verdict: Verdict, target: Path) -> CollapseError:
@@ -285,6 +288,7 @@ def refuted(verdict: Verdict, target: Path) -> CollapseError:
     path.write_text(dumps(verdict.model_dump(mode="json")), encoding="utf-8")
     first = next((c for c in verdict.checks if not c.passed), None)
     reason = f"verification says {verdict.status}" + (f": {first.name}: {first.detail}" if first else "")
+    reason += "".join(f"; {found.site} ({found.pass_name}): {found.reason}" for found in verdict.blamed[:3])
     kind = RefutedError if verdict.status == "refuted" else OutputError
     return kind(reason, where=str(target), fix=f"nothing was published; see {path.name}")
 

@@ -32,6 +32,12 @@ def load_source(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[PreTrainedMod
     return model.eval(), frozenset(report["unexpected_keys"])
 
 
+def source_weights(checkpoint: Checkpoint, watch: Stopwatch) -> dict[str, torch.Tensor]:
+    """Return the source's parameters under all their names, and its buffers, in fp32, as a program takes them."""
+    model, _ = load_source(checkpoint, watch)
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
 def _misfit(checkpoint: Checkpoint) -> str | None:
     """Return which tensor has another shape than config.json asks for; transformers only prints it."""
     wanted = meta_model(load_config(checkpoint)).state_dict()

@@ -20,14 +20,24 @@ class Check(Record):
     figures: dict[str, float | int | str] = Field(default_factory=dict)
 
 
+class Blamed(Record):
+    """What a refutation comes down to: a rewrite by its pass and site, or a tensor, with the reason."""
+
+    pass_name: str = Field(alias="pass")
+    site: str
+    reason: str
+
+
 class Verdict(Record):
     """The outcome of all checks on one output directory.
 
-    `counterexample` is the input on which source and output differ, as token ids and the two results.
+    `counterexample` is the input on which source and output differ, as token ids and the two results. `blamed` names
+    the rewrites, tensors or config edits that are wrong, where they were looked for.
     """
 
     checks: tuple[Check, ...]
     counterexample: dict[str, Any] | None = None
+    blamed: tuple[Blamed, ...] = ()
 
     @property
     def status(self) -> Status:

@@ -16,25 +16,31 @@ from collapse.plan import DropLayers, Narrow, Plan, Rewrite, ShortCircuit
 from collapse.program import Program
 from collapse.rewrite.blocks import drop_blocks, inside_of, leaving_values, passed_in
 from collapse.rewrite.copying import copy_graph
+from collapse.rewrite.channels import experts_of, is_channels, narrow_channels
 from collapse.rewrite.leaves import drop_leaves, leaves_of
 from collapse.rewrite.specialise import specialise
 
 aten = torch.ops.aten
 
 
-def rewrite_program(program: Program, plan: Plan, *, graph_edits: bool = False) -> Program:
+def rewrite_program(
+    program: Program, plan: Plan, config: Mapping[str, Any] | None = None, *, graph_edits: bool = False
+) -> Program:
     """Return the collapsed program; the given one is left as it is.
 
     By default it is what the collapsed checkpoint computes in plain transformers, with logits of every position.
     With `graph_edits` it is also specialised as the plan says; `next-token` then leaves logits of the last one.
+    `config` is the source's config.json; only narrowed channels need it.
 
     Raises `PlanError` for a site that the graph does not have, or that cannot be cut out.
     """
+    program = _with_channels_narrowed(program, plan, config)
     graph = copy_graph(program.graph)
     remove_dead_nodes(graph.graph, keep=_user_inputs(program))
     shapes = dict(program.shapes)
     for rewrite in plan.of_kind(Narrow):
-        _narrow_placeholders(graph.graph, program, rewrite, shapes)
+        if rewrite.relabels != "channels":
+            _narrow_placeholders(graph.graph, program, rewrite, shapes)
     leaves = {leaf: rewrite.site for rewrite in plan.rewrites for leaf in _cut_out(graph.graph, program, rewrite)}
     cache = drop_leaves(graph.graph, program, leaves)
     remove_dead_nodes(graph.graph, keep=_user_inputs(program))
@@ -44,13 +50,22 @@ def rewrite_program(program: Program, plan: Plan, *, graph_edits: bool = False) 
     return specialise(collapsed, plan).program if graph_edits else collapsed
 
 
+def _with_channels_narrowed(program: Program, plan: Plan, config: Mapping[str, Any] | None) -> Program:
+    shapes = {name: list(shape) for name, shape in program.shapes.items()}
+    for rewrite in plan.rewrites:
+        if is_channels(program, rewrite):
+            for name, dim in _narrowed(program, rewrite):  # type: ignore[arg-type]
+                shapes[name][dim] = len(rewrite.kept)  # type: ignore[union-attr]
+    return narrow_channels(program, plan, config, {name: tuple(shape) for name, shape in shapes.items()})
+
+
 def _user_inputs(program: Program) -> set[str]:
     return {item.placeholder for item in program.inputs if item.role == "input"}
 
 
 def _cut_out(graph: fx.Graph, program: Program, rewrite: Rewrite) -> tuple[int, ...]:
     """Cut modules out of the graph; return the cache entries that go with them."""
-    if isinstance(rewrite, DropLayers):
+    if isinstance(rewrite, DropLayers) and not is_channels(program, rewrite):
         return drop_blocks(graph, program, rewrite)
     if isinstance(rewrite, ShortCircuit) and rewrite.stage != "fuse":
         return short_circuit(graph, program, rewrite)
@@ -58,7 +73,12 @@ def _cut_out(graph: fx.Graph, program: Program, rewrite: Rewrite) -> tuple[int, 
 
 
 def rewrite_weights(
-    program: Program, weights: Mapping[str, torch.Tensor], plan: Plan, *, graph_edits: bool = False
+    program: Program,
+    weights: Mapping[str, torch.Tensor],
+    plan: Plan,
+    config: Mapping[str, Any] | None = None,
+    *,
+    graph_edits: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Return what the collapsed program reads: `weights` with the rows that the plan keeps.
 
@@ -66,7 +86,9 @@ def rewrite_weights(
     Tensors that no rewrite narrows are shared with `weights`, not copied.
     """
     result = dict(weights)
-    for rewrite in plan.of_kind(Narrow):
+    for rewrite in plan.rewrites:
+        if not isinstance(rewrite, Narrow | DropLayers):
+            continue
         kept = torch.tensor(list(rewrite.kept))
         sliced: dict[int, torch.Tensor] = {}
         for name, dim in _narrowed(program, rewrite):
@@ -74,18 +96,25 @@ def rewrite_weights(
             if id(source) not in sliced:
                 sliced[id(source)] = source.index_select(dim, kept)
             result[name] = sliced[id(source)]
-    return specialise(rewrite_program(program, plan), plan).weights(result) if graph_edits else result
+    return specialise(rewrite_program(program, plan, config), plan).weights(result) if graph_edits else result
 
 
-def _narrowed(program: Program, rewrite: Narrow) -> list[tuple[str, int]]:
-    """Return (state-dict name, dimension) of everything that the rewrite narrows, tied names included."""
-    found: dict[str, int] = {}
+def _narrowed(program: Program, rewrite: Narrow | DropLayers) -> list[tuple[str, int]]:
+    """Return (state-dict name, dimension) of everything that the rewrite narrows, tied names included.
+
+    Dropped experts are rows of the tensors that transformers makes of theirs; other dropped blocks narrow nothing.
+    """
+    if isinstance(rewrite, DropLayers):
+        return [(name, 0) for name in sorted(experts_of(program, rewrite))]
+    found: set[tuple[str, int]] = set()
     for axis in rewrite.axes:
-        name = program.model_name(axis.tensor)
+        name, merged = program.naming.resolve(axis.tensor)
         if name is None:
             raise PlanError("the model has no such tensor", where=axis.tensor)
+        if merged:
+            raise PlanError("is only a part of a tensor of the model, whose axes are others", where=axis.tensor)
         found.update((alias, axis.dim) for alias in program.aliases(name))
-    return sorted(found.items())
+    return sorted(found)
 
 
 def short_circuit(graph: fx.Graph, program: Program, rewrite: ShortCircuit) -> tuple[int, ...]:

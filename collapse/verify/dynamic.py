@@ -17,6 +17,7 @@ from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.memory import release_memory
+from collapse.naming import Naming, naming_of
 from collapse.plan import Narrow, Plan, ShortCircuit, Specialise
 from collapse.program import Program
 from collapse.progress import Stopwatch
@@ -43,6 +44,7 @@ from collapse.verify.coverage import coverage
 from collapse.verify.job import Job, Settings, make_job
 from collapse.verify.observe import ModelRunner, Observation, ProgramRunner, observe
 from collapse.verify.specialised import specialised_checks
+from collapse.verify.weights import fingerprints, origins, weights_check
 
 
 class Rewritten(NamedTuple):
@@ -65,6 +67,8 @@ class Loaded:
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
     seen: Observation
+    digests: Mapping[str, str]
+    naming: Naming
 
 
 def dynamic_checks(
@@ -110,7 +114,7 @@ def _compare(
     before = _run_source(source, job, columns, watch)
     new_job = job.renumbered({old: new for new, old in enumerate(columns)}) if columns else job
     try:
-        after = _load_and_run(output, new_job, None, watch)
+        after = _load_and_run(output, new_job, None, watch, digests=reference is not None)
     except Exception as error:  # whatever stops the load or the run is the finding
         return (_not_loaded(error),), None
     loading = _loading_check(after, plan, before.unexpected)
@@ -120,7 +124,10 @@ def _compare(
         return (loading, Check(name="logits", passed=False, detail=detail)), None
     findings = _against_source(job, before.seen, after.seen, plan, columns)
     if reference is not None:
-        findings += _against_graph(job, new_job, reference, before.seen, after.seen, plan, columns, watch)
+        pair = Rewritten(*(reference() if callable(reference) else reference))
+        names = origins(after.naming, source, plan, pair.program)
+        findings.append((weights_check(after.digests, names, pair.weights), None))
+        findings += _against_graph(job, new_job, pair, before.seen, after.seen, plan, columns, watch)
     examples = [example for _, example in findings if example is not None]
     return (loading, *(check for check, _ in findings)), next(iter(examples), None)
 
@@ -168,7 +175,7 @@ def _greedy(name: str, before: Observation, after: Observation, plan: Plan, ids:
 def _against_graph(
     job: Job,
     new_job: Job,
-    reference: Reference,
+    reference: Rewritten,
     before: Observation,
     after: Observation,
     plan: Plan,
@@ -180,7 +187,7 @@ def _against_graph(
     Of the prompts it continues the first batch. With a cache its arithmetic is another one: eager attention packs the
     query heads of one new token, where the traced one repeats keys and values.
     """
-    program, weights, specialised = Rewritten(*(reference() if callable(reference) else reference))
+    program, weights, specialised = reference
     try:
         graph = observe(ProgramRunner(program, weights, watch), replace(new_job, prompts=new_job.prompts[:1]))
     except Exception as error:  # an operator that refuses what it is given raises many kinds
@@ -217,18 +224,23 @@ def _run_source(source: Checkpoint, job: Job, columns: list[int] | None, watch: 
     return found
 
 
-def _load_and_run(folder: Path, job: Job, columns: torch.Tensor | None, watch: Stopwatch) -> Loaded:
+def _load_and_run(
+    folder: Path, job: Job, columns: torch.Tensor | None, watch: Stopwatch, *, digests: bool = False
+) -> Loaded:
     with quiet():
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         model, info = auto_class(config).from_pretrained(
             str(folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
         _align(model)
+        found = fingerprints(model) if digests else {}
+        naming = naming_of(model) if digests else Naming()
         seen = observe(ModelRunner(model.eval(), watch), job, columns)
     del model
     release_memory()
     names = {key: tuple(sorted(str(name) for name in info.get(key, ()))) for key in info}
-    return Loaded(names["missing_keys"], names["unexpected_keys"], names["mismatched_keys"], seen)
+    missing, unexpected, mismatched = (names[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
+    return Loaded(missing, unexpected, mismatched, seen, found, naming)
 
 
 def _align(model: PreTrainedModel) -> None:

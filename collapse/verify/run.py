@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collapse.checkpoint import Checkpoint
+from collapse.errors import UnsupportedError
 from collapse.manifest import load_manifest
 from collapse.plan import Plan
 from collapse.progress import Stopwatch
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from collapse.verify.dynamic import Reference
 
 Samples = Sequence[Sequence[int]]
+Drawn = Samples | Callable[[Plan], Samples]
 
 
 def verify(
     output: Path,
     source: Checkpoint | None,
     *,
-    samples: Samples | Callable[[Plan], Samples] = (),
+    samples: Drawn = (),
     program: Reference | None = None,
     plan: Plan | None = None,
     settings: Settings | None = None,
@@ -59,3 +61,23 @@ def verify(
 
     ran, example = dynamic_checks(output, source, found, drawn, reference=program, settings=settings, watch=watch)
     return Verdict(checks=(*checks, *ran), counterexample=example)
+
+
+def with_blame(verdict: Verdict, output: Path, source: Checkpoint | None, samples: Drawn, origin: Reference) -> Verdict:
+    """Add to a refuted verdict what is wrong: rewrites, tensors or config edits.
+
+    `origin` is the source's program with its weights, or what prepares them; it is asked only where running the
+    output refuted it. What the files alone refute names its file already. A model that cannot be traced blames nothing.
+    """
+    if verdict.status != "refuted" or source is None or not any(check.name == "samples" for check in verdict.checks):
+        return verdict
+    from collapse.verify.blame import blame
+
+    plan = load_manifest(output).plan
+    example = verdict.counterexample
+    ids = example["ids"] if example else max(samples(plan) if callable(samples) else samples, key=len)
+    try:
+        program, weights = origin() if callable(origin) else origin
+    except UnsupportedError:
+        return verdict
+    return verdict.model_copy(update={"blamed": blame(output, source, plan, ids, program, weights)})

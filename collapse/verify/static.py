@@ -18,6 +18,7 @@ from collapse.rewrite.bytes import SourceReader
 from collapse.rewrite.layout import header
 from collapse.rewrite.tensors import OutputTensor, erased_names, output_tensors
 from collapse.verdict import Check
+from collapse.verify.ids import id_problems
 
 SHOWN = 20  # failures listed of one kind; the rest are counted
 
@@ -109,6 +110,8 @@ def _source_checks(
     yield from _summed("headers", problems, "each weight file is its canonical header and these tensors, no more")
     problems = list(_side_problems(output, source, sides))
     yield from _summed("side files", problems, f"{len(sides)} config and tokenizer files are as the plan makes them")
+    problems = list(id_problems(output, source, manifest.plan))
+    yield from _summed("token ids", problems, "every token id of the config files names the source's token")
 
 
 def _summed(name: str, problems: list[str], good: str, **figures: int) -> Iterator[Check]:
