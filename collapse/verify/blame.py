@@ -7,6 +7,7 @@ model that is not what the graph reads, or a config edit with which transformers
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from collapse.auto import auto_class
-from collapse.checkpoint import Checkpoint
+from collapse.checkpoint import Checkpoint, read_json
+from collapse.erase import CONFIG, side_files
 from collapse.errors import CollapseError
 from collapse.naming import naming_of
 from collapse.plan import Narrow, Plan, Rewrite
@@ -49,6 +51,7 @@ def blame(
     for found in (
         _alone(plan, ids, program, weights),
         _tensors(output, source, plan, program, weights),
+        _config_file(output, source, plan),
         _configs(source, plan, ids, program, weights),
         _without(plan, ids, program, weights),
     ):

@@ -97,9 +97,9 @@ def dynamic_checks(
     columns = list(narrow.kept) if narrow else None
     job = make_job(inside, len(columns) if columns else _vocabulary(source), context, settings or Settings())
     ran, example = _compare(output, source, plan, job, columns, reference, watch or Stopwatch(quiet=True))
-    schema = InputSchema.model_validate(plan.input_schema)
-    covered = coverage(job, attention_windows(source.config), longest_allowed(source.config, schema))
-    return (check, covered, *ran), example
+    allowed = longest_allowed(source.config, InputSchema.model_validate(plan.input_schema))
+    covered = coverage(job, attention_windows(source.config), allowed)
+    return (check, _room(output, allowed), covered, *ran), example
 
 
 def _compare(
@@ -312,6 +312,15 @@ def _context(*folders: Path) -> int | None:
         configs = [AutoConfig.from_pretrained(str(f), local_files_only=True).get_text_config() for f in folders]
     bounds = [getattr(config, "max_position_embeddings", None) for config in configs]
     return min((bound for bound in bounds if isinstance(bound, int) and bound > 0), default=None)
+
+
+def _room(output: Path, allowed: int | None) -> Check:
+    """Samples are cut to what both models take, so that an output which takes too little must be caught apart."""
+    room = _context(output)
+    figures: dict[str, float | int | str] = {"takes": room or "no bound", "allowed": allowed or "no bound"}
+    passed = room is None or (allowed is not None and room >= allowed)
+    detail = f"the output takes {figures['takes']} tokens, schema and source allow {figures['allowed']}"
+    return Check(name="context", passed=passed, detail=detail, figures=figures)
 
 
 def _vocabulary(source: Checkpoint) -> int:
