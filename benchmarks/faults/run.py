@@ -22,7 +22,7 @@ FAULTS: Mapping[str, Make] = {**WRONG_PLANS, **WRONG_OUTPUTS}
 
 @dataclass(frozen=True)
 class Row:
-    """One case: which model, which kind, the seed that draws it again, its number among those, and what became of it."""
+    """One case: the model, the kind, the seed that draws it again, its number among those, and what became of it."""
 
     model: str
     kind: str

@@ -24,18 +24,19 @@ VOCABULARY, POSITIONS, LONGEST = 47, 64, 24
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 EVIDENCE = Evidence(grade="proved", claim="it is so", method="planted")
 
-_BASE: dict[str, Any] = dict(
-    vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=3, bos_token_id=3, eos_token_id=4, pad_token_id=2,
-    tie_word_embeddings=False,
-)  # fmt: skip
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 3, "bos_token_id": 3, "eos_token_id": 4,
+    "pad_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
 _LLAMA = dict(
     _BASE, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=POSITIONS
 )
 _WIDE = dict(_LLAMA, head_dim=8)
 _MOE = dict(_LLAMA, num_experts_per_tok=2)
-_GPT = dict(
-    vocab_size=VOCABULARY, n_embd=16, n_layer=3, n_head=4, n_positions=POSITIONS, bos_token_id=3, eos_token_id=4
-)  # fmt: skip
+_GPT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": POSITIONS, "bos_token_id": 3,
+    "eos_token_id": 4,
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": dict(_LLAMA, attention_bias=True),
@@ -82,7 +83,7 @@ class Subject:
         """Return a plan for requests of up to `LONGEST` tokens of `kept` ids, or of all."""
         schema = contract(kept)
         return Plan(
-            source=self.checkpoint.digest, model_type=self.checkpoint.model_type, schema=schema.to_json(),
+            source=self.checkpoint.digest, model_type=self.checkpoint.model_type, input_schema=schema.to_json(),
             schema_digest=schema.digest, rewrites=rewrites,
         )  # fmt: skip
 

@@ -26,6 +26,7 @@ from collapse.rewrite.leaves import output_node
 WEIGHTS = "model.safetensors"
 Tensors = dict[str, torch.Tensor]
 Edit = Callable[[Tensors], None]
+Change = Callable[[dict[str, Any]], None]
 
 
 def edit_tensors(edit: Edit, out: Path) -> None:
@@ -35,7 +36,7 @@ def edit_tensors(edit: Edit, out: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out / WEIGHTS, {"format": "pt"})
 
 
-def edit_json(file: str, change: Callable[[dict[str, Any]], None], out: Path) -> None:
+def edit_json(file: str, change: Change, out: Path) -> None:
     """Rewrite a JSON file of a finished output."""
     values = json.loads((out / file).read_bytes())
     change(values)
@@ -177,7 +178,7 @@ def stale_generation_id(subject: Subject, draw: random.Random) -> Iterator[Plant
     for file, field in (("generation_config.json", "eos_token_id"), ("config.json", "bos_token_id")):
         raw = json.loads((subject.checkpoint.root / file).read_bytes())
         if isinstance(raw.get(field), int):
-            stale = partial(edit_json, file, lambda values, field=field, old=raw[field]: values.update({field: old}))
+            stale = partial(edit_json, file, partial(dict.update, **{field: raw[field]}))
             plan = subject.plan(vocabulary(subject, kept), kept=kept)
             yield Planted(subject, plan, field, tamper=stale, seen=False)
 

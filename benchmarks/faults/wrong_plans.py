@@ -8,11 +8,10 @@ from typing import Any
 
 from benchmarks.faults.planted import Planted
 from benchmarks.faults.subjects import EVIDENCE, LONGEST, VOCABULARY, Subject
-from collapse.analysis.layers import drop_layers
+from collapse.analysis.layers import drop_layers, edited_config
 from collapse.analysis.tables import position_tables, token_tables
 from collapse.plan import Axis, DropLayers, Erase, IndexSet, Narrow, Specialise
 from collapse.trace import meta_model
-from collapse.analysis.layers import edited_config
 
 Make = Callable[[Subject, random.Random], Iterator[Planted]]
 

@@ -184,6 +184,16 @@ def _touches(rewrite: Rewrite, name: str) -> bool:
     return name in axes or name.startswith(f"{rewrite.site}.") or name in getattr(rewrite, "tensors", ())
 
 
+def _config_file(output: Path, source: Checkpoint, plan: Plan) -> Iterator[Blamed]:
+    """Yield the fields of the output's config.json that plan and source make otherwise."""
+    raw = side_files(source, plan)[CONFIG]
+    wanted, there = (dict(source.config) if raw is None else json.loads(raw)), read_json(output / CONFIG)
+    for field in sorted(wanted.keys() | there.keys()):
+        if wanted.get(field) != there.get(field):
+            reason = f"{field} is {there.get(field)}, plan and source make it {wanted.get(field)}"
+            yield Blamed(pass_name="writer", site=f"{CONFIG}: {field}", reason=reason)
+
+
 def _configs(
     source: Checkpoint, plan: Plan, ids: Sequence[int], program: Program, weights: Weights
 ) -> Iterator[Blamed]:
