@@ -87,8 +87,9 @@ def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ..
 
 def output_name(plan: Plan, name: str) -> str:
     """Return what the output calls the source's tensor `name`: layers are renumbered, then names re-rooted."""
-    for dropped in plan.of_kind(DropLayers):
-        name = _renumbered(dropped, name)
+    renumbered = sorted((_renumbered(dropped, name) for dropped in plan.of_kind(DropLayers)), reverse=True)
+    for start, stop, number in renumbered:  # prefixes are the source's, so that later numbers are replaced first
+        name = name[:start] + number + name[stop:]
     for rooted in plan.of_kind(Reroot):
         left, right = next((pair for pair in rooted.names if name.startswith(pair[0])), ("", ""))
         name = right + name[len(left) :]
@@ -102,12 +103,13 @@ def layer_number(dropped: DropLayers, name: str) -> int | None:
     return int(number) if inside else None
 
 
-def _renumbered(dropped: DropLayers, name: str) -> str:
+def _renumbered(dropped: DropLayers, name: str) -> tuple[int, int, str]:
+    """Return where in the name the block's number stands, and the new one; an empty place where it has none."""
     number = layer_number(dropped, name)
     if number is None or number not in dropped.kept:
-        return name
-    rest = name[len(f"{dropped.prefix}{number}") :]
-    return f"{dropped.prefix}{list(dropped.kept).index(number)}{rest}"
+        return 0, 0, ""
+    start = len(dropped.prefix)
+    return start, start + len(str(number)), str(list(dropped.kept).index(number))
 
 
 def erased_names(plan: Plan) -> tuple[frozenset[str], frozenset[str]]:

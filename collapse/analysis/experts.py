@@ -1,0 +1,115 @@
+"""Experts of a mixture, and the rewrites that keep some of them: one tensor a part in the files, or rows of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from collapse.analysis.channels import config_changes, gives_shapes
+from collapse.analysis.layers import text_part
+from collapse.analysis.units import file_names
+from collapse.checkpoint import Checkpoint
+from collapse.plan import Axis, DropLayers, Evidence, IndexSet, Narrow, Skipped
+from collapse.program import Program
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one module.
+
+    `prefix` is what comes before an expert's number in the files, None where a tensor there holds all of them;
+    `stacked` are the model's tensors with one row an expert, `router` the files' axes beside them that count experts.
+    """
+
+    site: str
+    size: int
+    prefix: str | None
+    stacked: tuple[str, ...]
+    router: tuple[Axis, ...]
+
+    def rewrites(
+        self, kept: IndexSet, checkpoint: Checkpoint, evidence: Evidence, name: str
+    ) -> tuple[Narrow | DropLayers, ...]:
+        """Return the rewrites of pass `name` that keep some experts and their rows of the router."""
+        rows = Narrow(
+            pass_name=name, site=self.site, evidence=evidence, axes=self.router, size=self.size, kept=kept,
+            relabels="channels",
+        )  # fmt: skip
+        if self.prefix is None:
+            return (rows,)
+        gone = {f"{self.prefix}{number}." for number in range(self.size) if number not in kept}
+        tensors = tuple(tensor for tensor in checkpoint.tensors if any(tensor.startswith(start) for start in gone))
+        dropped = DropLayers(
+            pass_name=name, site=self.site, evidence=evidence, prefix=self.prefix, size=self.size, kept=kept,
+            tensors=tensors,
+        )  # fmt: skip
+        return rows, dropped
+
+
+def experts_of(program: Program, checkpoint: Checkpoint, block: str) -> Iterator[Experts | Skipped]:
+    """Yield the experts of every module of a block that holds three-dimensional weights."""
+    files = file_names(program, checkpoint)
+    modules: dict[str, list[str]] = {}
+    for name, shape in program.shapes.items():
+        if name.startswith(f"{block}.") and len(shape) == 3:
+            modules.setdefault(name.rpartition(".")[0], []).append(name)
+    for site, stacked in modules.items():
+        size = program.shapes[stacked[0]][0]
+        whole = [name for name in stacked if name in files]
+        prefix = _prefix(program, checkpoint, stacked)
+        parent = site.rpartition(".")[0]
+        beside = [n for n, shape in program.shapes.items() if n.startswith(f"{parent}.") and shape[:1] == (size,)]
+        router = [n for n in beside if n in files and (n not in stacked or n in whole)]
+        if (prefix is None and len(whole) < len(stacked)) or not router or set(router) <= set(stacked):
+            reason = "the files' tensors of the experts, or the rows of a router, are not recognised"
+            yield Skipped(pass_name="experts", site=site, reason=reason)
+            continue
+        axes = tuple(Axis(tensor=files[name], dim=0) for name in router)
+        yield Experts(site, size, prefix, tuple(stacked), axes)
+
+
+def _prefix(program: Program, checkpoint: Checkpoint, stacked: list[str]) -> str | None:
+    """Return what comes before the number of the expert in the names of the parts that are merged into `stacked`."""
+    names = [name for name in checkpoint.tensors if program.naming.resolve(name) in {(one, True) for one in stacked}]
+    found = {match.group(1) for name in names if (match := re.fullmatch(r"(.*\.)\d+\.[^0-9]*[a-z_][\w.]*", name))}
+    return found.pop() if len(found) == 1 else None
+
+
+def drop_experts(
+    kept: Iterable[tuple[Experts, Iterable[int]]],
+    program: Program,
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    evidence: Evidence,
+    name: str,
+) -> tuple[Narrow | DropLayers, ...] | Skipped:
+    """Return the rewrites of pass `name` that keep the given experts of each module, with config edits, or why not.
+
+    The native layout has one number of experts for all layers, and each token needs as many as the router chooses.
+    """
+    chosen = [(experts, IndexSet.of(numbers)) for experts, numbers in kept]
+    rewrites = [one for experts, rows in chosen for one in experts.rewrites(rows, checkpoint, evidence, name)]
+    shapes = _shapes(program, chosen)
+    part, where = text_part(config)
+    experts, rows = chosen[0]
+    asked = [v for f, v in part.to_dict().items() if re.search("per_tok|top_?k", f) and type(v) is int]
+    if any(len(numbers) < max(asked, default=1) for _, numbers in chosen):
+        reason = f"{len(rows)} experts are left, fewer than a token is sent to"
+        return Skipped(pass_name=name, site=experts.site, reason=reason)
+    for changed in config_changes(part, {experts.size: len(rows)}, frozenset()):
+        edits = {f"{where}{field}": value for field, value in changed.items()}
+        if gives_shapes(config, edits, shapes):
+            return (rewrites[0].model_copy(update={"config": edits}), *rewrites[1:])
+    reason = "no edit of the config gives every layer just its kept experts"
+    return Skipped(pass_name=name, site=experts.site, reason=reason)
+
+
+def _shapes(program: Program, chosen: Iterable[tuple[Experts, IndexSet]]) -> dict[str, tuple[int, ...]]:
+    shapes = dict(program.shapes)
+    for experts, rows in chosen:
+        for name in {*experts.stacked, *(str(program.model_name(axis.tensor)) for axis in experts.router)}:
+            shapes[name] = (len(rows), *shapes[name][1:])
+    return shapes
