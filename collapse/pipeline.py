@@ -265,8 +265,8 @@ def _verify(
 ) -> Verdict:
     context.release()  # the verifier loads one model at a time
 
-    def origin() -> tuple[Program, dict[str, torch.Tensor]]:
-        return context.program, source_weights(context.checkpoint, watch)
+    def origin() -> Rewritten:
+        return Rewritten(context.program, source_weights(context.checkpoint, watch))
 
     def reference() -> Rewritten:
         weights = source_weights(context.checkpoint, watch)

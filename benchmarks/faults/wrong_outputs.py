@@ -20,7 +20,7 @@ from benchmarks.faults.planted import Planted
 from benchmarks.faults.subjects import VOCABULARY, Subject
 from benchmarks.faults.wrong_plans import layers_without, specialise, vocabulary
 from collapse.program import Program
-from collapse.rewrite.graph import copy_graph
+from collapse.rewrite.copying import copy_graph
 from collapse.rewrite.leaves import output_node
 
 WEIGHTS = "model.safetensors"

@@ -39,10 +39,11 @@ SIZED = frozenset(
 def experts_of(program: Program, rewrite: DropLayers) -> frozenset[str]:
     """Return the model's tensors with one row an expert that the files have in parts, of which some are dropped.
 
-    Empty for a list of blocks that are modules of their own.
+    Empty for a list of blocks that are modules of their own, whose tensors are not all parts.
     """
     resolved = [program.naming.resolve(name) for name in rewrite.tensors]
-    return frozenset(name for name, merged in resolved if merged and name is not None)
+    whole = not all(merged for _, merged in resolved)
+    return frozenset() if whole else frozenset(name for name, _ in resolved if name is not None)
 
 
 def is_channels(program: Program, rewrite: Rewrite) -> bool:

@@ -15,8 +15,8 @@ from collapse.errors import PlanError
 from collapse.plan import DropLayers, Narrow, Plan, Rewrite, ShortCircuit
 from collapse.program import Program
 from collapse.rewrite.blocks import drop_blocks, inside_of, leaving_values, passed_in
-from collapse.rewrite.copying import copy_graph
 from collapse.rewrite.channels import experts_of, is_channels, narrow_channels
+from collapse.rewrite.copying import copy_graph
 from collapse.rewrite.leaves import drop_leaves, leaves_of
 from collapse.rewrite.specialise import specialise
 

@@ -81,7 +81,7 @@ def with_blame(verdict: Verdict, output: Path, source: Checkpoint | None, sample
     example = verdict.counterexample
     ids = example["ids"] if example else max(samples(plan) if callable(samples) else samples, key=len)
     try:
-        program, weights = origin() if callable(origin) else origin
+        program, weights, *_ = origin() if callable(origin) else origin
     except UnsupportedError:
         return verdict
     return verdict.model_copy(update={"blamed": blame(output, source, plan, ids, program, weights)})
