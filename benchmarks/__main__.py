@@ -11,6 +11,7 @@ from collapse.errors import CollapseError
 COMMANDS = {
     "export": "stage times and peak memory of one export, as medians over several runs",
     "architectures": "run the architecture suite; write reports/architectures.json and docs/architectures.md",
+    "faults": "plant faults and true removals in tiny models; write reports/faults.json and a table in docs/verify.md",
     "guard": "what the guard of a loaded model costs a decode step",
     "last-token": "wall time of a prefill as a graph, with logits of all positions and of the last one",
     "collect": "add the report.json of finished exports to reports/results.json",

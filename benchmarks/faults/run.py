@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.faults.channel_faults import CHANNEL_FAULTS, CHANNEL_REMOVALS
 from benchmarks.faults.planted import Judged, Outcome, Planted, accept, judge
 from benchmarks.faults.removals import REMOVALS
 from benchmarks.faults.subjects import CONFIGS, Subject, make_subject
 from benchmarks.faults.wrong_outputs import WRONG_OUTPUTS
 from benchmarks.faults.wrong_plans import WRONG_PLANS, Make
 
-FAULTS: Mapping[str, Make] = {**WRONG_PLANS, **WRONG_OUTPUTS}
+FAULTS: Mapping[str, Make] = {**WRONG_PLANS, **CHANNEL_FAULTS, **WRONG_OUTPUTS}
+TRUE: Mapping[str, Make] = {**REMOVALS, **CHANNEL_REMOVALS}
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Row:
 
 
 def rows(
-    models: Sequence[str], seed: int, faults: Mapping[str, Make] = FAULTS, removals: Mapping[str, Make] = REMOVALS
+    models: Sequence[str], seed: int, faults: Mapping[str, Make] = FAULTS, removals: Mapping[str, Make] = TRUE
 ) -> Iterator[Row]:
     """Yield the outcome of every case of `models`; the same seed draws the same cases."""
     torch.set_num_threads(1)
@@ -55,4 +57,4 @@ def _cases(
             yield Row(subject.kind, kind, seed, number, judged.outcome, judged.said)
 
 
-__all__ = ["CONFIGS", "FAULTS", "REMOVALS", "Row", "rows"]
+__all__ = ["CONFIGS", "FAULTS", "TRUE", "Row", "rows"]

@@ -10,7 +10,9 @@ model; a config edit that means more than sizes is refused here by name.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from transformers import AutoConfig
 
+from collapse.canonical import dumps
 from collapse.errors import PlanError
 from collapse.plan import DropLayers, Narrow, Plan, Rewrite
 from collapse.program import Program
@@ -67,7 +70,7 @@ def narrow_channels(
         raise PlanError("channels cannot be narrowed without the config", where=rewrites[0].site)
     edited = config_edits(config, plan.model_copy(update={"rewrites": rewrites}))
     try:
-        found = trace(AutoConfig.for_model(**edited))
+        found = _traced(dumps(edited))
     except Exception as error:  # a config class may raise anything for values that do not fit
         reason = f"the edited config cannot be built ({(str(error) or type(error).__name__).splitlines()[0][:200]})"
         raise PlanError(reason, where=rewrites[0].site, fix="make a new plan") from None
@@ -77,6 +80,12 @@ def narrow_channels(
             raise PlanError(reason, where=rewrites[0].site, fix="make a new plan")
     _require_same(program, found, rewrites[0].site)
     return found
+
+
+@lru_cache(maxsize=1)
+def _traced(config: str) -> Program:
+    """Trace a config given as canonical JSON; a plan is often rewritten twice in a row."""
+    return trace(AutoConfig.for_model(**json.loads(config)))
 
 
 def _require_same(source: Program, found: Program, site: str) -> None:

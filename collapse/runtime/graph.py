@@ -16,7 +16,7 @@ from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.specialise import Specialised, specialise
-from collapse.source_model import load_source
+from collapse.source_model import source_weights
 from collapse.trace import load_config, trace
 
 
@@ -105,7 +105,7 @@ def load_graph(directory: str | Path, source: str | Path | None = None) -> Loade
     root = Path(directory)
     plan = load_manifest(root).plan
     checkpoint = Checkpoint.open(Path(source) if source is not None else root)
-    program, weights = trace(load_config(checkpoint)), weights_in_memory(checkpoint)
+    program, weights = trace(load_config(checkpoint)), source_weights(checkpoint, Stopwatch(quiet=True))
     if source is not None:
         program, weights = rewrite_program(program, plan), rewrite_weights(program, weights, plan)
     return graph_of(program, weights, plan)
@@ -117,9 +117,3 @@ def graph_of(program: Program, weights: Mapping[str, torch.Tensor], plan: Plan) 
     stated = plan.input_schema.get("max_tokens")
     bounds = [bound for bound in (specialised.max_tokens, stated) if isinstance(bound, int)]
     return LoadedGraph(specialised, specialised.weights(weights), min(bounds, default=None))
-
-
-def weights_in_memory(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return parameters under all their names, and buffers, in fp32."""
-    model, _ = load_source(checkpoint, Stopwatch(quiet=True))
-    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
