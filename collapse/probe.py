@@ -12,8 +12,8 @@ from collapse.canonical import CHUNK, chunks
 from collapse.checkpoint import FOREIGN_WEIGHTS, TensorInfo, read_header
 from collapse.errors import CheckpointError
 from collapse.manifest import MANIFEST, load_manifest
-from collapse.plan import Plan, Record, ShortCircuit, Specialise
-from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names
+from collapse.plan import DropLayers, Plan, Record, ShortCircuit, Specialise
+from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names, layer_number, source_name
 
 
 class Probe(Record):
@@ -25,20 +25,33 @@ class Probe(Record):
 
 
 @dataclass(frozen=True)
+class _Present:
+    """A tensor of the files, and what the source calls it: a layer that stays may have another number now."""
+
+    name: str
+    info: TensorInfo
+
+    @property
+    def shown(self) -> str:
+        return self.name if self.name == self.info.name else f"{self.name} (here {self.info.name})"
+
+
+@dataclass(frozen=True)
 class _Site:
-    """What matches a pattern: in the plan, and in the files."""
+    """What matches a pattern: in the plan, and in the files. All names are the source's."""
 
     pattern: str
     erased: tuple[str, ...]
     placeholders: frozenset[str]
     switches: tuple[str, ...]
-    present: tuple[TensorInfo, ...]
+    present: tuple[_Present, ...]
 
 
 def probe(folder: Path, pattern: str) -> Probe:
     """Say what became of the tensors that `pattern` matches.
 
-    `pattern` is a glob on tensor names and on the module paths that lead to them. ERASED: the plan took them out
+    `pattern` is a glob on tensor names and on the module paths that lead to them; both are the source's, also in an
+    output whose layers were renumbered or whose tensors were renamed. ERASED: the plan took them out
     and no file has them, but for placeholders of 16 zero bytes. ZEROED: they are there, all bytes zero. ACTIVE:
     at least one holds something else. Raises `CheckpointError` where the directory is none of a model, and where
     the pattern matches nothing at all: a typing error must not pass as ERASED.
@@ -47,14 +60,14 @@ def probe(folder: Path, pattern: str) -> Probe:
     if not (site.erased or site.switches or site.present):
         message = f"no tensor or module matches {pattern!r}, in the plan or in the files"
         raise CheckpointError(message, where=str(folder), fix="check the pattern, for instance '*.mlp.*'")
-    stands_in = {info.name for info in site.present if _is_placeholder(folder, info, site)}
-    rest = [info for info in site.present if info.name not in stands_in]
-    alive = tuple(info.name for info in rest if not _is_zero(folder, info))
+    stands_in = {tensor.name for tensor in site.present if _is_placeholder(folder, tensor, site)}
+    rest = [tensor for tensor in site.present if tensor.name not in stands_in]
+    alive = tuple(tensor.shown for tensor in rest if not _is_zero(folder, tensor.info))
     if alive:
         reason = f"{len(alive)} tensors hold weights: {_listed(alive)}"
         return Probe(status="ACTIVE", reason=reason, alive=alive)
     if rest:
-        names = [info.name for info in rest]
+        names = [tensor.shown for tensor in rest]
         return Probe(status="ZEROED", reason=f"{len(names)} tensors are in the files, all zero: {_listed(names)}")
     twin = _named_elsewhere(folder, (*site.erased, *stands_in))
     if twin:
@@ -71,14 +84,16 @@ def _find(folder: Path, pattern: str) -> _Site:
     if not files and plan is None:
         raise CheckpointError(f"neither weights nor {MANIFEST}", where=str(folder), fix="give the directory of a model")
     infos = [info for path in files for info in read_header(path, path.relative_to(folder).as_posix())]
-    present = tuple(info for info in infos if _matches(info.name, pattern))
+    tensors = [_Present(source_name(plan, info.name) if plan else info.name, info) for info in infos]
+    present = tuple(tensor for tensor in tensors if _matches(tensor.name, pattern))
     if plan is None:
         return _Site(pattern, (), frozenset(), (), present)
     switches = tuple(site for site in _gone_sites(plan) if _matches(site, pattern))
     by_site = {name for r in plan.of_kind(ShortCircuit) if r.site in switches for name in r.tensors}
+    by_site |= {name for site, name in _dropped(plan) if site in switches}
     erased, placeholders = erased_names(plan)
     gone = sorted(name for name in erased if name in by_site or _matches(name, pattern))
-    named = tuple(info for info in infos if info.name in gone and info not in present)
+    named = tuple(tensor for tensor in tensors if tensor.name in gone and tensor not in present)
     return _Site(pattern, tuple(gone), placeholders, switches, (*present, *named))
 
 
@@ -88,6 +103,13 @@ def _gone_sites(plan: Plan) -> Iterator[str]:
         switched = isinstance(rewrite, Specialise) and rewrite.graph is None  # others leave every file as it is
         if switched or (isinstance(rewrite, ShortCircuit) and rewrite.stage == "erase"):
             yield rewrite.site
+    yield from dict.fromkeys(site for site, _ in _dropped(plan))
+
+
+def _dropped(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield (module path, tensor) of every dropped block."""
+    for rewrite in plan.of_kind(DropLayers):
+        yield from ((f"{rewrite.site}.{layer_number(rewrite, name)}", name) for name in rewrite.tensors)
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -96,9 +118,9 @@ def _matches(name: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
-def _is_placeholder(folder: Path, info: TensorInfo, site: _Site) -> bool:
-    form = (info.dtype, info.shape) == (PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE)
-    return form and info.name in site.placeholders and _is_zero(folder, info)
+def _is_placeholder(folder: Path, tensor: _Present, site: _Site) -> bool:
+    form = (tensor.info.dtype, tensor.info.shape) == (PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE)
+    return form and tensor.name in site.placeholders and _is_zero(folder, tensor.info)
 
 
 def _is_zero(folder: Path, info: TensorInfo) -> bool:

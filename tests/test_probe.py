@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
-from collapse.plan import ShortCircuit, Specialise
+from collapse.plan import DropLayers, IndexSet, Reroot, ShortCircuit, Specialise
 from collapse.probe import probe
+from collapse.rewrite.tensors import erased_names, output_name, source_name
 from collapse.testing import assert_erased
 from tests.command import Command
 from tests.tiny import PROVED, erase, export, plan_for, tiny_llama
@@ -100,6 +101,60 @@ def test_a_config_switch_alone_erases_a_site(llama: Checkpoint, tmp_path: Path) 
     out = export(llama, plan_for(llama, switch), tmp_path / "out").root
     assert probe(out, "model.vision*").status == "ERASED"
     assert "config.json" in probe(out, "model.vision").reason
+
+
+def dropped(llama: Checkpoint, *kept: int) -> DropLayers:
+    gone = tuple(n for n in llama.tensors if n.startswith("model.layers.") and int(n.split(".")[2]) not in kept)
+    fields = {"prefix": "model.layers.", "size": 2, "kept": IndexSet.of(kept), "tensors": gone}
+    return DropLayers(
+        **{"pass": "layers"}, site="model.layers", evidence=PROVED, config={"num_hidden_layers": 1}, **fields
+    )
+
+
+def test_a_dropped_layer_is_erased_though_another_has_its_number_now(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, dropped(llama, 1)), tmp_path / "out").root
+    assert "model.layers.0.mlp.up_proj.weight" in Checkpoint.open(out).tensors
+    assert probe(out, "model.layers.0").status == "ERASED"
+    assert probe(out, "model.layers.0.mlp.*").status == "ERASED"
+    assert_erased(out, "model.layers.0.mlp.up_proj")
+    found = probe(out, "model.layers.1.mlp.up_proj")
+    assert found.status == "ACTIVE"
+    assert found.alive == ("model.layers.1.mlp.up_proj.weight (here model.layers.0.mlp.up_proj.weight)",)
+    assert probe(out, "model.layers").status == "ACTIVE"
+
+
+def test_a_layer_beyond_the_last_one_is_not_hidden_by_the_renumbering(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, dropped(llama, 0)), tmp_path / "out").root
+    assert probe(out, "model.layers.1").status == "ERASED"
+    add(out, **{"model.layers.1.mlp.up_proj.weight": torch.ones(3)})
+    assert probe(out, "model.layers.1").status == "ACTIVE"
+
+
+def test_a_renamed_tensor_is_probed_by_the_source_s_name(llama: Checkpoint, tmp_path: Path) -> None:
+    rooted = Reroot(
+        **{"pass": "text-only"}, site="model", evidence=PROVED, config_root="", fields=(), names=(("model.", "text."),),
+        tensors=NAMES,
+    )  # fmt: skip
+    plan = plan_for(llama, dropped(llama, 1), rooted)
+    names = {name: output_name(plan, name) for name in llama.tensors}
+    assert names["model.layers.1.mlp.up_proj.weight"] == "text.layers.0.mlp.up_proj.weight"
+    for name in set(llama.tensors) - erased_names(plan)[0]:
+        assert source_name(plan, names[name]) == name
+
+
+def test_numbers_of_layers_and_of_experts_in_them_are_both_changed(llama: Checkpoint) -> None:
+    experts = DropLayers(
+        **{"pass": "experts"}, site="model.layers.2.moe.experts", evidence=PROVED, prefix="model.layers.2.moe.experts.",
+        size=12, kept=IndexSet.of([3, 11]), tensors=(),
+    )  # fmt: skip
+    layers = DropLayers(
+        **{"pass": "layers"}, site="model.layers", evidence=PROVED, prefix="model.layers.", size=12,
+        kept=IndexSet.of([2, 10]), tensors=(),
+    )  # fmt: skip
+    for order in ((experts, layers), (layers, experts)):
+        plan = plan_for(llama, *order)
+        for old, new in (("2.moe.experts.11", "0.moe.experts.1"), ("10.moe.experts.11", "1.moe.experts.11")):
+            assert output_name(plan, f"model.layers.{old}.w1") == f"model.layers.{new}.w1"
 
 
 @pytest.mark.parametrize("pattern", ["*extra_bais*", "extra_bias", "", "*.layers.2.*"])
