@@ -21,9 +21,10 @@ from collapse.analysis.row_rules import END
 from collapse.canonical import dumps
 from collapse.plan import Record
 from collapse.program import Program
+from collapse.progress import Stopwatch
 from collapse.rewrite.copying import copy_graph
 from collapse.rewrite.last_token import last_token
-from collapse.runtime.graph import weights_in_memory
+from collapse.source_model import source_weights
 from collapse.sources import resolve
 from collapse.trace import load_config, trace
 
@@ -78,7 +79,7 @@ def summarise(model: str, prompt: int, runs: int) -> Summary:
     config = load_config(source)
     whole = trace(config)
     programs = {ALL: whole, HEAD: head_only(whole), LAST: last_token(whole)}
-    weights = weights_in_memory(source)
+    weights = source_weights(source, Stopwatch(quiet=True))
     ids = torch.randint(0, config.get_text_config().vocab_size, (1, prompt), generator=torch.Generator().manual_seed(0))
     seconds, last = measure(programs, weights, ids, runs)
     before, after = (cost(programs[name], prompt=prompt, element_bytes=4).prefill_flops for name in (ALL, LAST))

@@ -18,11 +18,13 @@ from collapse.errors import CheckpointError, PlanError, SchemaError
 from collapse.plan import Plan, Specialise
 from collapse.probe import probe
 from collapse.program import Program
+from collapse.progress import Stopwatch
 from collapse.rewrite import last_token
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.specialise import specialise
 from collapse.runtime import graph as runtime
-from collapse.runtime.graph import LoadedGraph, graph_of, weights_in_memory
+from collapse.runtime.graph import LoadedGraph, graph_of
+from collapse.source_model import source_weights
 from collapse.trace import load_config, trace
 from collapse.verify.dynamic import Rewritten, dynamic_checks
 from tests.exported import EMBEDDING, KEPT, SMALL
@@ -93,7 +95,9 @@ def test_generate_is_greedy_as_transformers_is(loaded, model):
 def test_a_plan_without_graph_edits_gives_all_logits(loaded, plan, model):
     bare = plan.model_copy(update={"rewrites": plan.rewrites[:1]})
     ids = prompts()
-    whole = graph_of(trace(model.config), weights_in_memory(Checkpoint.open(Path(model.name_or_path))), bare)
+    whole = graph_of(
+        trace(model.config), source_weights(Checkpoint.open(Path(model.name_or_path)), Stopwatch(quiet=True)), bare
+    )
     with torch.no_grad():
         assert torch.equal(whole.prefill(ids).logits, model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits)
 
@@ -106,7 +110,9 @@ def test_the_graph_made_from_the_source_is_the_same(out, source, loaded):
 def test_left_padding_where_the_schema_allows_it(source, plan, model):
     padded = plan.model_copy(update={"rewrites": (plan.rewrites[0], EDITS[0], edit("fold-constants", max_tokens=24))})
     graph = graph_of(
-        traced(source.root), weights_in_memory(source), padded.model_copy(update={"rewrites": padded.rewrites[1:]})
+        traced(source.root),
+        source_weights(source, Stopwatch(quiet=True)),
+        padded.model_copy(update={"rewrites": padded.rewrites[1:]}),
     )
     ids = prompts()
     mask = torch.ones_like(ids)
@@ -152,7 +158,7 @@ def traced(root: Path) -> Program:
 def reference(source: Checkpoint, plan: Plan) -> Rewritten:
     program = traced(source.root)
     whole = rewrite_program(program, plan)
-    weights = rewrite_weights(program, weights_in_memory(source), plan)
+    weights = rewrite_weights(program, source_weights(source, Stopwatch(quiet=True)), plan)
     return Rewritten(whole, weights, specialise(whole, plan))
 
 
