@@ -38,6 +38,14 @@ class Numbers:
         """Return the number of `key`, a new one if it was not seen before."""
         return self._known.setdefault(key, len(self._known))
 
+    def of_both(self, key: Hashable, other: Hashable | None) -> int:
+        """Return the number of two keys of one value: how it is computed, and what it is, where that is known."""
+        if other is None:
+            return self._known.setdefault(key, len(self._known))
+        number = self._known.get(key, self._known.get(other, len(self._known)))
+        self._known.setdefault(other, number)
+        return self._known.setdefault(key, number)
+
 
 @dataclass
 class Numbering:
@@ -101,30 +109,34 @@ class Numbering:
 
     def _number(self, node: fx.Node) -> int:
         if node.op == "placeholder":
-            return self.numbers.of("leaf", self.leaves.get(node.name, (self.side, node.name)))
+            leaf = ("leaf", self.leaves.get(node.name, (self.side, node.name)))
+            return self.numbers.of_both(leaf, self._values_key(node))
         if _is_opaque(node):
             return self.numbers.of("unknown", self.side, node.name)
         size = self.sizes.canonical(node.meta.get("val")) if _is_size(node) else None
         if size is not None:
             return self.numbers.of("size", sympy.srepr(size))
-        decided = self._decided(node)
-        if decided is not None:
-            return decided
+        uniform = self._uniform_key(node)
+        if uniform is not None:
+            return self.numbers.of(*uniform)
         same = self._same_as(node)
         if same is not None:
             return self.value(same)
         arguments = tuple(self._key(argument) for argument in node.args)
         options = tuple((name, self._key(value)) for name, value in sorted(node.kwargs.items()))
-        return self.numbers.of("call", _name(node.target), arguments, options)
+        return self.numbers.of_both(("call", _name(node.target), arguments, options), self._values_key(node))
 
-    def _decided(self, node: fx.Node) -> int | None:
-        """Return the number of a tensor that holds one known integer throughout, or known values for all positions."""
+    def _uniform_key(self, node: fx.Node) -> tuple[Hashable, ...] | None:
+        """Return the key of a tensor that holds one known integer throughout, in every call."""
         interval, shape = self.known.get(node), self._shape(node)
-        if shape is None:
+        if interval is None or interval.constant is None or shape is None:
             return None
-        if interval is not None and interval.constant is not None:
-            return self.numbers.of("full", interval.constant, str(node.meta["val"].dtype), shape)
-        return self.numbers.of("values", self.values[node], shape) if node in self.values else None
+        return "full", interval.constant, str(node.meta["val"].dtype), shape
+
+    def _values_key(self, node: fx.Node) -> Hashable | None:
+        """Return the key of a tensor whose values are known for all positions."""
+        shape = self._shape(node) if node in self.values else None
+        return None if shape is None else ("values", self.values[node], shape)
 
     def _same_as(self, node: fx.Node) -> fx.Node | None:
         """Return the argument that `node` equals in every call, if one is known."""
