@@ -31,7 +31,7 @@ from collapse.report.markdown import to_markdown
 from collapse.report.render import render
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
-from collapse.rewrite.specialise import has_graph_edits, specialise
+from collapse.rewrite.specialise import Specialised, has_graph_edits, specialise
 from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
@@ -69,7 +69,8 @@ def make_plan(
     plan = decide(context, chosen_passes(options.passes), watch)
     rewritten = rewrite_program(context.program, plan, context.checkpoint.config)
     before, after = _costs(context, rewritten, plan, watch)
-    return Result(plan, _report(context, plan, before, after, rewritten, None), None)
+    report = _report(context, plan, before, after, None, _graph_figures(context, rewritten, _special(rewritten, plan)))
+    return Result(plan, report, None)
 
 
 def export(
@@ -208,11 +209,12 @@ def _apply(context: Context, plan: Plan, target: Path, options: Options, force: 
                 write_checkpoint(context.checkpoint, plan, staging.folder, max_shard_size=options.max_shard_size)
             )
             write_manifest(staging.folder, context.checkpoint, plan, known)
-        verdict = _verify(context, plan, staging.folder, rewritten, options, watch)
+        special = _special(rewritten, plan)
+        verdict = _verify(context, plan, staging.folder, rewritten, special, options, watch)
         if verdict.status != "verified":
             raise refuted(verdict, target)
         with watch.stage("report"):
-            report = _report(context, plan, before, after, rewritten, verdict)
+            report = _report(context, plan, before, after, verdict, _graph_figures(context, rewritten, special))
             report.save(staging.folder / "report.json")
             (staging.folder / "REPORT.md").write_text(to_markdown(report), encoding="utf-8")
             (staging.folder / "graph.svg").write_bytes(render(report_graph(report)))
@@ -222,7 +224,7 @@ def _apply(context: Context, plan: Plan, target: Path, options: Options, force: 
 
 
 def _report(
-    context: Context, plan: Plan, before: Cost, after: Cost, rewritten: Program, verdict: Verdict | None
+    context: Context, plan: Plan, before: Cost, after: Cost, verdict: Verdict | None, graph: GraphFigures | None
 ) -> Report:
     text = context.config.get_text_config()
     heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
@@ -239,14 +241,18 @@ def _report(
         workload=context.schema.workload,
         divided=([*whole, text.vocab_size], [*whole, rows]),
     )
-    return report.model_copy(update={"graph": _graph_figures(context, rewritten, plan)})
+    return report.model_copy(update={"graph": graph})
 
 
-def _graph_figures(context: Context, rewritten: Program, plan: Plan) -> GraphFigures | None:
+def _special(rewritten: Program, plan: Plan) -> Specialised | None:
+    """Return the collapsed program after the plan's edits of the graph alone, None where it has none."""
+    return specialise(rewritten, plan) if has_graph_edits(plan) else None
+
+
+def _graph_figures(context: Context, rewritten: Program, special: Specialised | None) -> GraphFigures | None:
     """Count what the graph edits save beyond the collapsed checkpoint, on the collapsed graph."""
-    if not has_graph_edits(plan):
+    if special is None:
         return None
-    special = specialise(rewritten, plan)
     prompt = context.schema.workload.prompt
     whole, edited = (cost(program, prompt=prompt, element_bytes=4) for program in (rewritten, special.program))
     return GraphFigures(
@@ -261,7 +267,13 @@ def _graph_figures(context: Context, rewritten: Program, plan: Plan) -> GraphFig
 
 
 def _verify(
-    context: Context, plan: Plan, folder: Path, rewritten: Program, options: Options, watch: Stopwatch
+    context: Context,
+    plan: Plan,
+    folder: Path,
+    rewritten: Program,
+    special: Specialised | None,
+    options: Options,
+    watch: Stopwatch,
 ) -> Verdict:
     context.release()  # the verifier loads one model at a time
 
@@ -270,7 +282,6 @@ def _verify(
 
     def reference() -> Rewritten:
         weights = source_weights(context.checkpoint, watch)
-        special = specialise(rewritten, plan) if has_graph_edits(plan) else None
         return Rewritten(rewritten, rewrite_weights(context.program, weights, plan), special)
 
     settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens, logit_bytes=LOGIT_BYTES)

@@ -107,7 +107,8 @@ def load_graph(directory: str | Path, source: str | Path | None = None) -> Loade
     checkpoint = Checkpoint.open(Path(source) if source is not None else root)
     program, weights = trace(load_config(checkpoint)), source_weights(checkpoint, Stopwatch(quiet=True))
     if source is not None:
-        program, weights = rewrite_program(program, plan), rewrite_weights(program, weights, plan)
+        weights = rewrite_weights(program, weights, plan, checkpoint.config)
+        program = rewrite_program(program, plan, checkpoint.config)
     return graph_of(program, weights, plan)
 
 
