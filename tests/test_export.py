@@ -68,6 +68,18 @@ def test_the_source_is_untouched_and_the_output_verified(source, result):
     assert load_manifest(result.output).source.digest == Checkpoint.open(source).digest
 
 
+def test_what_the_graph_alone_saves_is_counted_apart_and_verified(result):
+    graph, figures = result.report.graph, result.report.after
+    assert graph.prefill_flops_before == figures.prefill_flops
+    d, h, s, f, prompt = 16, 4, 4, 24, 32
+    last_layer = (prompt - 1) * 2 * (2 * d * h * s + 3 * d * f) + 4 * h * s * (prompt - 1) * prompt
+    assert graph.prefill_flops_before - graph.prefill_flops_after == last_layer
+    assert graph.nodes_after < graph.nodes_before
+    checks = {check.name: check.passed for check in result.report.verified.checks}
+    assert checks["graph: next token"] and checks["graph: next token, cache"]
+    assert checks["graph: next token, left padding"]
+
+
 def test_rows_are_gone_from_the_file_and_the_figures_say_how_many(source, result):
     (narrow,) = result.plan.of_kind(Narrow)
     before, after = Checkpoint.open(source), Checkpoint.open(result.output)

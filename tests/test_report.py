@@ -18,7 +18,7 @@ from collapse.canonical import dumps
 from collapse.cli_inspect import app, flops_data
 from collapse.errors import CheckpointError, CollapseError
 from collapse.plan import Evidence, Plan, ShortCircuit, Skipped
-from collapse.report.data import Figures, Report, build_report, common_sizes
+from collapse.report.data import Figures, GraphFigures, Report, build_report, common_sizes
 from collapse.report.diff import check_comparable, load_side, load_sides, to_json, to_markdown
 from collapse.report.folding import fold, unfold
 from collapse.report.markdown import to_markdown as report_markdown
@@ -104,6 +104,19 @@ def test_zero_savings_are_said_with_the_reason(counted: ConfigCost) -> None:
     assert made.notes == ("Nothing was removed: every site was left: no position table.",)
     text = report_markdown(made)
     assert "**No parameter was removed.**" in text and "Nothing was removed: every site was left" in text
+    assert text.count("| 0 % |") == 7
+
+
+def test_savings_of_the_graph_alone_have_a_line_of_their_own(counted: ConfigCost) -> None:
+    made = report(counted)
+    assert "load_graph" not in report_markdown(made)
+    figures = GraphFigures(
+        prefill_flops_before=1000, prefill_flops_after=900, decode_flops_before=10, decode_flops_after=10,
+        nodes_before=50, nodes_after=40, table_bytes=2048,
+    )  # fmt: skip
+    text = report_markdown(made.model_copy(update={"graph": figures}))
+    (line,) = [line for line in text.splitlines() if "load_graph" in line]
+    assert "900 FLOPs beside the 1,000" in line and "(-10.00 %)" in line and "40 calls beside 50" in line
     assert text.count("| 0 % |") == 7
 
 
