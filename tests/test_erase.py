@@ -217,6 +217,14 @@ def test_config_edits_follow_dotted_paths_in_order() -> None:
         config_edits(config, plan.model_copy(update={"rewrites": (switch({"z.q": 1}),)}))
 
 
+def test_an_object_in_a_plan_is_written_the_same_before_and_after_it_was_saved(tmp_path: Path) -> None:
+    edit = Specialise(**{"pass": "p"}, site="s", evidence=PROVED, config={"rope": {"type": "default", "theta": 1.0}})
+    plan = Plan(source="", model_type="", schema={}, schema_digest="", rewrites=(edit,))
+    plan.save(tmp_path / "plan.json")
+    texts = [json.dumps(config_edits({"rope": {}}, p)) for p in (plan, Plan.load(tmp_path / "plan.json"))]
+    assert texts == ['{"rope": {"theta": 1.0, "type": "default"}}'] * 2
+
+
 def test_an_unedited_config_keeps_its_bytes(llama: Checkpoint, tmp_path: Path) -> None:
     out = export(llama, plan_for(llama, erase("old.bias")), tmp_path / "out")
     assert (out.root / "config.json").read_bytes() == (llama.root / "config.json").read_bytes()
