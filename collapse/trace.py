@@ -78,8 +78,9 @@ def trace(config: PreTrainedConfig, *, dynamic: bool = True, batch: int = 2, new
         # The cache of fake-tensor results costs more than it saves on symbolic shapes: 63 s -> 41 s on SmolLM2.
         uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=not dynamic)
         with quiet(), portable(), uncached, torch.no_grad():
-            cache_name, cache = _example_cache(model, batch, past)
-            leaves = _leaf_shapes(model, cache_name)
+            example = copy.deepcopy(model)  # a model that ran remembers tensors, here without values (longrope)
+            cache_name, cache = _example_cache(example, batch, past)
+            leaves = _leaf_shapes(example, cache_name)
             masked = past + new if any(leaf and "past" in leaf.shape for leaf in leaves) else new
             arguments: dict[str, Any] = {
                 "input_ids": torch.ones(batch, new, dtype=torch.long, device="meta"),
