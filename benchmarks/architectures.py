@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from benchmarks.architecture_record import Row, load, save
 from benchmarks.results import ROOT
+from collapse.passes import PASSES
 
 DOCS = ROOT / "docs" / "architectures.md"
 HEADER = ("case", "class", "parameters", "removed", "largest logit difference", "greedy equal", "graph bit-equal")
@@ -55,8 +56,9 @@ def _verified(row: Row) -> tuple[str, ...]:
 
 def _removed(row: Row) -> str:
     """Return the share of all passes, then of each; a pass that took no element changed the graph alone."""
-    parts = [f"{name} {count / row.parameters:.1%}" for name, count in row.removed.items() if count]
-    edits = [name for name, count in row.removed.items() if not count]
+    counts = {one.name: row.removed[one.name] for one in PASSES if one.name in row.removed}
+    parts = [f"{name} {count / row.parameters:.1%}" for name, count in counts.items() if count]
+    edits = [name for name, count in counts.items() if not count]
     whole = [f"{row.total / row.parameters:.1%}" + (f": {', '.join(parts)}" if parts else "")]
     return "; ".join(whole + ([f"graph: {', '.join(edits)}"] if edits else []))
 

@@ -85,10 +85,12 @@ def _variants() -> Iterator[Case]:
     yield Case("llama, YaRN", "llama", dict(rope_parameters=_scaled("yarn", factor=2.0)))
     yield Case("llama, llama3 rotations", "llama", dict(rope_parameters=_scaled("llama3", factor=2.0, **_LLAMA3)))
     yield Case("llama, dynamic rotations", "llama", dict(rope_parameters=_scaled("dynamic", factor=2.0)))
+    for length, where in ((16, "within"), (32, "beyond")):
+        changes = dict(rope_parameters=_LONG | dict(original_max_position_embeddings=length))
+        yield Case(f"phi3, long rotations {where} the inputs", "phi3", changes)
     yield Case("qwen2, tied, upper layer slides", "qwen2", dict(tie_word_embeddings=True, **_SLIDES))
     yield Case("mistral, window above the inputs", "mistral", dict(sliding_window=40))
     yield Case("gemma3_text, window above the inputs", "gemma3_text", dict(sliding_window=40))
-    yield Case("gemma3n_text, no shared cache", "gemma3n_text", dict(num_kv_shared_layers=0))
     yield Case("gemma4_text, no shared cache, keys are values", "gemma4_text", dict(
         num_kv_shared_layers=0, attention_k_eq_v=True, num_global_key_value_heads=1,
     ))  # fmt: skip
@@ -114,6 +116,7 @@ def _variants() -> Iterator[Case]:
 
 
 _LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0)
+_LONG = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.5], long_factor=[2.0, 3.0])
 _SLIDES = dict(use_sliding_window=True, sliding_window=8, max_window_layers=1)
 
 

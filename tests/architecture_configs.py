@@ -68,13 +68,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "persimmon": dict(_LLAMA, num_attention_heads=2, num_key_value_heads=2, **_PARTIAL),
     "exaone4": dict(_LLAMA, num_hidden_layers=3, sliding_window=8, layer_types=list(MIXED)),
     "apertus": _LLAMA,
-    "arcee": dict(_LLAMA, head_dim=4),
     "bitnet": _LLAMA,
-    "ernie4_5": dict(_LLAMA, head_dim=4),
     "helium": dict(_HEADS, num_key_value_heads=2),
     "hunyuan_v1_dense": dict(_LLAMA, head_dim=4, eod_token_id=2),
-    "seed_oss": dict(_LLAMA, head_dim=4),
-    "vaultgemma": dict(_HEADS, sliding_window=8),
     "diffllama": dict(_LLAMA, head_dim=4),
     "nanochat": _LLAMA,
     "modernbert-decoder": dict(
