@@ -102,7 +102,7 @@ def _named_ids(config: Mapping[str, Any]) -> Iterator[int]:
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from _named_ids(value)
-        elif key.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+        elif str(key).endswith(("_token_id", "_token_index")) and isinstance(value, int):
             yield value
 
 
