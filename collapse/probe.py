@@ -12,7 +12,7 @@ from collapse.canonical import CHUNK, chunks
 from collapse.checkpoint import FOREIGN_WEIGHTS, TensorInfo, read_header
 from collapse.errors import CheckpointError
 from collapse.manifest import MANIFEST, load_manifest
-from collapse.plan import DropLayers, Plan, Record, ShortCircuit, Specialise
+from collapse.plan import DropLayers, Plan, Record, ShortCircuit
 from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names, layer_number, source_name
 
 
@@ -98,11 +98,8 @@ def _find(folder: Path, pattern: str) -> _Site:
 
 
 def _gone_sites(plan: Plan) -> Iterator[str]:
-    """Yield the modules that the plan takes out for good, by tensors or by a config switch alone."""
-    for rewrite in plan.rewrites:
-        switched = isinstance(rewrite, Specialise) and rewrite.graph is None  # others leave every file as it is
-        if switched or (isinstance(rewrite, ShortCircuit) and rewrite.stage == "erase"):
-            yield rewrite.site
+    """Yield the modules that the plan takes out for good; a specialised config takes none."""
+    yield from (rewrite.site for rewrite in plan.of_kind(ShortCircuit) if rewrite.stage == "erase")
     yield from dict.fromkeys(site for site, _ in _dropped(plan))
 
 

@@ -96,11 +96,11 @@ def test_a_stray_shard_or_a_pickled_twin_is_active(llama: Checkpoint, tmp_path: 
     assert (probe(out, SITE).status, probe(out, SITE).alive) == ("ACTIVE", (NAMES[0],))
 
 
-def test_a_config_switch_alone_erases_a_site(llama: Checkpoint, tmp_path: Path) -> None:
-    switch = Specialise(**{"pass": "switch"}, site="model.vision", evidence=PROVED, config={"vision": False})
+def test_a_specialised_config_erases_nothing(llama: Checkpoint, tmp_path: Path) -> None:
+    switch = Specialise(**{"pass": "specialise"}, site="sliding_window", evidence=PROVED, config={"sliding_window": 9})
     out = export(llama, plan_for(llama, switch), tmp_path / "out").root
-    assert probe(out, "model.vision*").status == "ERASED"
-    assert "config.json" in probe(out, "model.vision").reason
+    with pytest.raises(CheckpointError, match="no tensor or module matches 'sliding_window'"):
+        probe(out, "sliding_window")
 
 
 def dropped(llama: Checkpoint, *kept: int) -> DropLayers:
