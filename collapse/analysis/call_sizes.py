@@ -15,6 +15,10 @@ from collapse.program import Program
 Shape = tuple[sympy.Expr, ...]
 BATCH, NEW = sympy.symbols("batch new", positive=True, integer=True)
 PAST = sympy.Symbol("past", nonnegative=True, integer=True)
+# The last rows of a prefill that are computed where one is needed. Products of fewer than four rows run in other CPU
+# kernels than those of many and round otherwise; four give the bits that the same row has among many.
+LAST = sympy.Symbol("last", positive=True, integer=True)
+LAST_ROWS = 4  # LAST is the smaller of this and NEW
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def matrix_work(program: Program, call: Call) -> tuple[Work, ...]:
     shape = shape_reader(program, call)
     nodes = [node for node in program.graph.graph.nodes if node.op in {"call_function", "call_method", "call_module"}]
     matrix = [node for node in nodes if kind_of(node) == "matrix"]
-    heads, squares = _heads(program.graph.graph), _attention_products(matrix, nodes)
+    heads, squares = head_nodes(program.graph.graph), _attention_products(matrix, nodes)
     return tuple(_work(node, shape, call, node in heads, node in squares) for node in matrix)
 
 
@@ -212,7 +212,7 @@ def _square(node: fx.Node, shape: ShapeOfNode) -> tuple[int, int]:
     return left[-2], left[-1] if weighted_values else right[-1]
 
 
-def _heads(graph: fx.Graph) -> set[fx.Node]:
+def head_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the matrix nodes that logits are computed from by cheap operators only."""
     output = next(node for node in graph.nodes if node.op == "output")
     return _matrix_behind([output.args[0][0]])

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from collapse.analysis.call_sizes import BATCH, NEW, PAST
+from collapse.analysis.call_sizes import BATCH, LAST, LAST_ROWS, NEW, PAST
 from collapse.errors import PlanError
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ class SizeNodes:
                 first = _COMBINE[size.func](first, part)
             return first
         ids, mask = (self._inputs[name].meta["val"].shape for name in ("input_ids", "attention_mask"))
-        values = {BATCH: ids[0], NEW: ids[1], PAST: mask[1] - ids[1]}
+        values = {BATCH: ids[0], NEW: ids[1], PAST: mask[1] - ids[1], LAST: torch.sym_min(ids[1], LAST_ROWS)}  # type: ignore[no-untyped-call]
         return values[size]  # type: ignore[no-any-return]
 
     def _made(self, size: sympy.Expr) -> Any:
@@ -54,6 +54,8 @@ class SizeNodes:
         if size == PAST:
             total = self._call(aten.sym_size.int, self._inputs["attention_mask"], 1)
             return self._call(operator.sub, total, self.of(NEW))
+        if size == LAST:
+            return self._call(torch.sym_min, self.of(NEW), LAST_ROWS)
         if size not in (BATCH, NEW):
             raise PlanError(f"a size of the form {size} cannot be rebuilt")
         return self._call(aten.sym_size.int, self._inputs["input_ids"], 0 if size == BATCH else 1)
