@@ -19,7 +19,7 @@ from tests.architectures import tiny_config, tiny_model, weights_of
 @pytest.mark.parametrize("kind", ["falcon", "gpt_neo", "mixtral"])
 def test_a_static_trace_gives_the_bits_of_eager(kind: str) -> None:
     """Falcon picks heads by a list of numbers, GPT-Neo fills with a tensor of one number, Mixtral counts experts."""
-    model = tiny_model(kind)
+    model = tiny_model(kind, **({"multi_query": True} if kind == "falcon" else {}))
     program = trace(model.config, dynamic=False, batch=1, new=5, past=0)
     ids = torch.tensor([[3, 9, 4, 9, 2]])
     with torch.no_grad():
@@ -29,7 +29,7 @@ def test_a_static_trace_gives_the_bits_of_eager(kind: str) -> None:
 
 
 def test_constants_of_a_traced_graph_have_values() -> None:
-    program = trace(tiny_config("falcon"), dynamic=False, batch=1, new=2, past=0)
+    program = trace(tiny_config("falcon", multi_query=True), dynamic=False, batch=1, new=2, past=0)
     read = [program.constants[item.target] for item in program.inputs if item.role == "constant"]
     assert [tensor.tolist() for tensor in read] == [[-2], [-1]] * 2
 
