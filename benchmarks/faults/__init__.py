@@ -1,4 +1,4 @@
-"""`scripts/bench faults`: the verifier under attack; figures in reports/faults.json, a table in docs/verify.md."""
+"""`scripts/bench faults`: the verifier under attack, in reports/faults.json and a table in docs/verify.md."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def dead_layers(subject: Subject, draw: random.Random) -> Iterator[Planted]:
         dead = dead_layer_subject(subject, *numbers, seed=draw.randrange(1 << 30))
         dropped = layers_without(dead, *numbers)
         yield Planted(dead, dead.plan(dropped), dropped.site)
-        if len(numbers) == 1:
+        if numbers == (0,):
             plan = dead.plan(dropped, vocabulary(dead, KEPT), kept=KEPT)
             yield Planted(dead, plan, dropped.site)
 
