@@ -13,7 +13,8 @@ from collapse.checkpoint import FOREIGN_WEIGHTS, TensorInfo, read_header
 from collapse.errors import CheckpointError
 from collapse.manifest import MANIFEST, load_manifest
 from collapse.plan import DropLayers, Plan, Record, ShortCircuit
-from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names, layer_number, source_name
+from collapse.rewrite.origin import source_name
+from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names, layer_number
 
 
 class Probe(Record):

@@ -15,7 +15,8 @@ from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.plan import DropLayers, IndexSet, Reroot, ShortCircuit, Specialise
 from collapse.probe import probe
-from collapse.rewrite.tensors import erased_names, output_name, source_name
+from collapse.rewrite.origin import source_name
+from collapse.rewrite.tensors import erased_names, output_name
 from collapse.testing import assert_erased
 from tests.command import Command
 from tests.tiny import PROVED, erase, export, plan_for, tiny_llama

@@ -6,23 +6,19 @@ One model is in memory at a time: the source runs first, what is compared is kep
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
-from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
-from collapse.errors import CheckpointError
-from collapse.memory import release_memory
-from collapse.naming import Naming, naming_of
-from collapse.plan import Narrow, Plan, ShortCircuit, Specialise
+from collapse.plan import Narrow, Plan, Specialise
 from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.rewrite.specialise import Specialised
-from collapse.rewrite.tensors import erased_names, token_narrow
+from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema
 from collapse.sequences import attention_windows, longest_allowed
 from collapse.trace import quiet
@@ -43,9 +39,10 @@ from collapse.verify.compare import (
 )
 from collapse.verify.coverage import coverage
 from collapse.verify.job import Job, Settings, make_job
-from collapse.verify.observe import ModelRunner, Observation, ProgramRunner, observe
+from collapse.verify.loading import load_and_run, loading_check, not_loaded, one_line, run_source
+from collapse.verify.observe import Observation, ProgramRunner, observe
 from collapse.verify.specialised import specialised_checks
-from collapse.verify.weights import fingerprints, origins, weights_check
+from collapse.verify.weights import origins, weights_check
 
 
 class Rewritten(NamedTuple):
@@ -58,18 +55,6 @@ class Rewritten(NamedTuple):
 
 Given = Rewritten | tuple[Program, Mapping[str, torch.Tensor]]
 Reference = Given | Callable[[], Given]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What transformers reported about a checkpoint, and what the model said."""
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: tuple[str, ...]
-    seen: Observation
-    digests: Mapping[str, str]
-    naming: Naming
 
 
 def dynamic_checks(
@@ -94,7 +79,7 @@ def dynamic_checks(
     try:
         context = min((bound for bound in (_context(source.root, output), _reach(plan)) if bound), default=None)
     except Exception as error:  # transformers raises many kinds for a bad config
-        return (_not_loaded(error),), None
+        return (not_loaded(error),), None
     columns = list(narrow.kept) if narrow else None
     job = make_job(inside, len(columns) if columns else _vocabulary(source), context, settings or Settings())
     ran, example = _compare(output, source, plan, job, columns, reference, watch or Stopwatch(quiet=True))
@@ -112,13 +97,13 @@ def _compare(
     reference: Reference | None,
     watch: Stopwatch,
 ) -> tuple[tuple[Check, ...], Counterexample | None]:
-    before = _run_source(source, job, columns, watch)
+    before = run_source(source, job, columns, watch)
     new_job = job.renumbered({old: new for new, old in enumerate(columns)}) if columns else job
     try:
-        after = _load_and_run(output, new_job, None, watch, digests=reference is not None)
+        after = load_and_run(output, new_job, None, watch, digests=reference is not None)
     except Exception as error:  # whatever stops the load or the run is the finding
-        return (_not_loaded(error),), None
-    loading = _loading_check(after, plan, before.unexpected)
+        return (not_loaded(error),), None
+    loading = loading_check(after, plan, before.unexpected)
     sizes = {tuple(seen.full[0].shape) for seen in (before.seen, after.seen)}
     if len(sizes) > 1:
         detail = f"the models give logits of different width: {sorted(size[1] for size in sizes)}"
@@ -199,7 +184,7 @@ def _against_graph(
     try:
         graph = observe(ProgramRunner(program, weights, watch), replace(new_job, prompts=new_job.prompts[:1]))
     except Exception as error:  # an operator that refuses what it is given raises many kinds
-        return [(Check(name="graph", passed=None, detail=f"the graph cannot be run: {_one_line(error)}"), None)]
+        return [(Check(name="graph", passed=None, detail=f"the graph cannot be run: {one_line(error)}"), None)]
     ids = columns or list(range(before.full[0].shape[1]))
     wide = _tolerance(plan)
     findings = [
@@ -218,68 +203,6 @@ def _against_graph(
         other = OTHER_SHAPE.widened(allowed_difference(plan))
         findings += specialised_checks(job, new_job, specialised, weights, before, other, ids, watch)
     return findings
-
-
-def _run_source(source: Checkpoint, job: Job, columns: list[int] | None, watch: Stopwatch) -> Loaded:
-    found = _load_and_run(source.root, job, None if columns is None else torch.tensor(columns), watch)
-    if found.missing or found.mismatched:
-        name = (*found.missing, *found.mismatched)[0]
-        message = f"transformers finds no fitting {name} in the source and would use random numbers"
-        raise CheckpointError(message, where=source.label, fix="give a complete checkpoint")
-    if any(bool(logits.isnan().any()) for logits in found.seen.full):
-        message = "the source itself gives logits that are no numbers (NaN), so nothing can be compared with them"
-        raise CheckpointError(message, where=source.label, fix="give a sound checkpoint")
-    return found
-
-
-def _load_and_run(
-    folder: Path, job: Job, columns: torch.Tensor | None, watch: Stopwatch, *, digests: bool = False
-) -> Loaded:
-    with quiet():
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        model, info = auto_class(config).from_pretrained(
-            str(folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-        _align(model)
-        found = fingerprints(model) if digests else {}
-        naming = naming_of(model) if digests else Naming()
-        seen = observe(ModelRunner(model.eval(), watch), job, columns)
-    del model
-    release_memory()
-    names = {key: tuple(sorted(str(name) for name in info.get(key, ()))) for key in info}
-    missing, unexpected, mismatched = (names[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
-    return Loaded(missing, unexpected, mismatched, seen, found, naming)
-
-
-def _align(model: PreTrainedModel) -> None:
-    """Copy each tensor out of the mapped file: products depend in the last bit on where in memory a matrix starts."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data = tensor.data.clone()
-
-
-def _loading_check(after: Loaded, plan: Plan, inherited: Sequence[str]) -> Check:
-    """Unexpected keys are fine only where the plan declares them, or the source has the same."""
-    kept = {n for rewrite in plan.of_kind(ShortCircuit) if rewrite.stage != "erase" for n in rewrite.tensors}
-    declared = kept | erased_names(plan)[1] | set(inherited)
-    strange = [name for name in after.unexpected if name not in declared]
-    figures: dict[str, float | int | str] = {
-        "missing": len(after.missing),
-        "mismatched": len(after.mismatched),
-        "unexpected": len(strange),
-        "declared": len(after.unexpected) - len(strange),
-    }
-    problems = [f"missing {name}" for name in after.missing] + [f"unexpected {name}" for name in strange]
-    problems += [f"mismatched {name}" for name in after.mismatched]
-    detail = f"keys: {', '.join(problems[:5])}" if problems else "every key of the model is in the files, and no other"
-    return Check(name="load", passed=not problems, detail=detail, figures=figures)
-
-
-def _not_loaded(error: Exception) -> Check:
-    return Check(name="load", passed=False, detail=f"transformers cannot run the output: {_one_line(error)}")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join((str(error).strip() or type(error).__name__).split())[:300]
 
 
 def _inside(
