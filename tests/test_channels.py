@@ -21,7 +21,7 @@ from collapse.trace import load_config, trace
 from tests.architectures import tiny_config, tiny_model, weights_of
 from tests.tiny import PROVED, export, plan_for
 
-ODD = {"24/8": (24, 8, 4, 32), "28/4": (28, 4, 2, 16), "14/2": (14, 2, 8, 16)}
+ODD = {"24/8": (24, 8, 4, 168), "28/4": (28, 4, 2, 84), "14/2": (14, 2, 8, 14)}  # heads, groups, width, hidden size
 BLOCK = "model.layers.0"
 
 
@@ -85,6 +85,15 @@ def test_b02_a_dead_kv_group_goes_with_its_query_heads(ratio: str, tmp_path: Pat
     with torch.no_grad():
         torch.testing.assert_close(reloaded, model(input_ids=ids).logits, rtol=1.3e-6, atol=1e-5)
     torch.testing.assert_close(found, reloaded, rtol=1.3e-6, atol=1e-5)
+
+
+def test_b02_a_number_of_heads_that_the_config_class_refuses_is_declined(tmp_path: Path) -> None:
+    shape = shape_of("14/2") | {"hidden_size": 16, "num_attention_heads": 16, "num_key_value_heads": 4}
+    checkpoint, traced = saved(tmp_path, tiny_model("llama", **shape)), program("llama", *shape.items())
+    channels = one(channels_of(traced, checkpoint, BLOCK), "kv-groups")
+    found = narrow_channels([(channels, [0, 1, 3])], traced, load_config(checkpoint), PROVED, "test")
+    assert isinstance(found, Skipped), "a hidden size of 16 is no multiple of 12 heads"
+    assert found.site == f"{BLOCK}.self_attn"
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.manifest import load_manifest
 from collapse.plan import Evidence, Plan, ShortCircuit, Specialise
+from collapse.schema import InputSchema
 from collapse.sequences import Sequences
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify
@@ -62,10 +63,19 @@ def test_kept_rows_say_what_they_said(llama: Checkpoint, exported: Path, plan: P
 def test_gpt2_with_fewer_rows_and_positions(tmp_path: Path) -> None:
     source = tiny_gpt2(tmp_path / "source")
     rewrites = (vocabulary(KEPT, "transformer.wte.weight"), positions(16))
-    out = export(source, plan_for(source, *rewrites), tmp_path / "out").root
+    short = InputSchema(type="log", tokens=tuple(range(VOCABULARY)), max_tokens=16)
+    plan = plan_for(source, *rewrites, schema=short.to_json(), schema_digest=short.digest)
+    out = export(source, plan, tmp_path / "out").root
     verdict = verify(out, source, samples=samples(KEPT, 40, 16, 3), settings=SMALL)
     assert details(verdict) == ""
     assert check(verdict, "logits: prefill").figures["positions"] == 16 + 16 + 3
+
+
+def test_a_table_of_positions_shorter_than_the_schema_allows_is_refuted(tmp_path: Path) -> None:
+    source = tiny_gpt2(tmp_path / "source")
+    out = export(source, plan_for(source, positions(16)), tmp_path / "out").root
+    verdict = verify(out, source, samples=samples(range(VOCABULARY), 40, 16, 3), settings=SMALL)
+    assert details(verdict) == "context: the output takes 16 tokens, schema and source allow 48"
 
 
 def test_a_tie_stored_twice_and_mixed_dtypes(tmp_path: Path) -> None:
@@ -138,6 +148,20 @@ def test_a_loss_is_allowed_as_far_as_its_evidence_says(
     verdict = verify(out, llama, samples=samples(range(VOCABULARY), 12, 6), settings=SMALL)
     assert float(check(verdict, "logits: prefill").figures["max_abs_diff"]) > 1e-3
     assert (check(verdict, "logits: prefill").passed, verdict.status != "refuted") == (passes, passes)
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_plan_may_not_choose_another_token_id(llama: Checkpoint, tmp_path: Path, file: str) -> None:
+    edits = {"eos_token_id": 2} if file == "config.json" else {}
+    kept = [token for token in KEPT if token != 0]  # the end-of-sequence token, 2, becomes 1
+    plan = plan_for(llama, vocabulary(kept, EMBEDDING, config={"vocab_size": len(kept)} | edits))
+    out = export(llama, plan, tmp_path / "out").root
+    if not edits:
+        edit(out, file, eos_token_id=2)
+    found = [check for check in verify(out, llama, static_only=True).checks if check.name == "token ids"]
+    assert [(check.passed, check.detail) for check in found] == [
+        (False, f"{file}: eos_token_id is 2, the source's token is 1 there")
+    ]
 
 
 # Known-wrong rewrites: the files are taken as they are, and running the model must tell.
