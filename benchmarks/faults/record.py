@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,35 +17,51 @@ FAULT_COLUMNS = ("refuted", "unnamed", "missed", "equivalent")
 TRUE_COLUMNS = ("verified", "false alarm")
 
 
-def counted(rows: Sequence[Row], kinds: Iterable[str], columns: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Count the outcomes by kind; `planted` leaves out what changed nothing."""
+def counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+    """Count outcomes by kind."""
     found: dict[str, dict[str, int]] = {}
-    for kind in kinds:
-        outcomes = [row.outcome for row in rows if row.kind == kind]
-        if outcomes:
-            counts = {column: outcomes.count(column) for column in columns}  # type: ignore[arg-type]
-            found[kind] = {"planted": len(outcomes) - counts.get("equivalent", 0)} | counts
+    for row in rows:
+        counts = found.setdefault(row.kind, {})
+        counts[row.outcome] = counts.get(row.outcome, 0) + 1
     return found
 
 
-def summary(rows: Sequence[Row], seed: int) -> dict[str, Any]:
-    """Return the report: counts by kind and over all, and each case that went wrong."""
-    faults, true = counted(rows, FAULTS, FAULT_COLUMNS), counted(rows, TRUE, TRUE_COLUMNS)
-    good = {"refuted", "verified", "equivalent"}
-    wrong = [vars(row) for row in rows if row.outcome not in good]
+def merged(report: Mapping[str, Any], model: str, rows: Sequence[Row], seed: int) -> dict[str, Any]:
+    """Return the report with what was found in one model in place of what it had of it, and each case gone wrong.
+
+    A report of another seed is begun anew.
+    """
+    before = report if report.get("seed") == seed else {}
+    by_model = {**before.get("models", {}), model: counted(rows)}
+    wrong = [case for case in before.get("wrong", []) if case["model"] != model]
+    wrong += [vars(row) for row in rows if row.outcome not in {"refuted", "verified", "equivalent"}]
+    faults, removals = _kinds(by_model, FAULTS, FAULT_COLUMNS), _kinds(by_model, TRUE, TRUE_COLUMNS)
+    totals = {"faults": _total(faults), "removals": _total(removals)}
     return {
-        "seed": seed,
-        "models": sorted({row.model for row in rows}),
-        "faults": faults,
-        "removals": true,
-        "totals": {"faults": _total(faults), "removals": _total(true)},
-        "wrong": wrong,
-    }
+        "seed": seed, "models": by_model, "faults": faults, "removals": removals, "totals": totals, "wrong": wrong
+    }  # fmt: skip
+
+
+def _kinds(
+    by_model: Mapping[str, Mapping[str, Mapping[str, int]]], kinds: Iterable[str], columns: Sequence[str]
+) -> dict[str, dict[str, int]]:
+    """Sum over the models; `planted` leaves out what changed nothing."""
+    found: dict[str, dict[str, int]] = {}
+    for kind in kinds:
+        counts = {column: sum(model.get(kind, {}).get(column, 0) for model in by_model.values()) for column in columns}
+        if any(counts.values()):
+            found[kind] = {"planted": sum(counts.values()) - counts.get("equivalent", 0)} | counts
+    return found
 
 
 def _total(kinds: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     columns = dict.fromkeys(column for counts in kinds.values() for column in counts)
     return {column: sum(counts[column] for counts in kinds.values()) for column in columns}
+
+
+def load() -> dict[str, Any]:
+    """Return the report of earlier runs; empty where there is none."""
+    return json.loads(REPORT.read_bytes()) if REPORT.is_file() else {}
 
 
 def save(report: Mapping[str, Any]) -> None:
@@ -61,7 +78,7 @@ def table(report: Mapping[str, Any]) -> str:
     """Return two Markdown tables: faults, and true removals."""
     faults = _table(("fault", "planted", "refuted", "refuted, site not named", "missed", "equal"), report, "faults")
     removals = _table(("true removal", "planted", "verified", "false alarms"), report, "removals")
-    models = f"{len(report['models'])} models, seed {report['seed']}: {', '.join(report['models'])}."
+    models = f"{len(report['models'])} models, seed {report['seed']}: {', '.join(sorted(report['models']))}."
     return f"{models}\n\n{faults}\n\n{removals}"
 
 

@@ -60,8 +60,18 @@ def inside_of(graph: fx.Graph, site: str) -> set[fx.Node]:
 
 
 def leaving_values(graph: fx.Graph, inside: set[fx.Node]) -> list[fx.Node]:
-    """Return the nodes of a module that others read, in order; that they are put in the cache does not count."""
-    return [node for node in graph.nodes if node in inside and _read_outside(node, inside)]
+    """Return the nodes of a module that others read, in order.
+
+    That they are put in the cache does not count, nor does arithmetic on the sizes of the graph's inputs, which stays.
+    """
+    return [node for node in graph.nodes if node in inside and _read_outside(node, inside) and not _is_size(node)]
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a value is computed from sizes of the graph's inputs alone."""
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    return all(source.op == "placeholder" or _is_size(source) for source in node.all_input_nodes)
 
 
 def _read_outside(node: fx.Node, inside: set[fx.Node]) -> bool:

@@ -18,13 +18,13 @@ from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint, read_json
 from collapse.erase import CONFIG, side_files
 from collapse.errors import CollapseError
-from collapse.naming import naming_of
+from collapse.naming import Naming, naming_of
 from collapse.plan import Narrow, Plan, Rewrite
 from collapse.program import Program
 from collapse.rewrite.channels import is_channels
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
-from collapse.rewrite.tensors import token_narrow
+from collapse.rewrite.tensors import output_name, token_narrow
 from collapse.trace import quiet
 from collapse.verdict import Blamed
 from collapse.verify.compare import EQ, OTHER_SHAPE, Tolerance
@@ -161,13 +161,31 @@ def _tensors(output: Path, source: Checkpoint, plan: Plan, program: Program, wei
     except Exception:  # that it cannot be loaded is known, and no tensor can be compared then
         return
     there = model.state_dict()
+    files = _files(naming_of(model), source, plan)
     for name, (origin, wanted) in expected_state(model, source, plan, program, weights).items():
         if name not in there or there[name].shape != wanted.shape or not torch.equal(there[name], wanted):
-            touched = [r.site for r in plan.rewrites if _touches(r, origin)]
-            reason = f"the reloaded {name} is not what plan and source make of {origin}"
-            yield Blamed(
-                pass_name="writer", site=origin, reason=reason + (f" ({', '.join(touched)})" if touched else "")
-            )
+            for part in _parts(plan, files.get(name, [origin]), there.get(name), wanted):
+                touched = [rewrite.site for rewrite in plan.rewrites if _touches(rewrite, part)]
+                reason = f"the reloaded {name} is not what plan and source make of {part}"
+                reason += f" ({', '.join(touched)})" if touched else ""
+                yield Blamed(pass_name="writer", site=part, reason=reason)
+
+
+def _files(naming: Naming, source: Checkpoint, plan: Plan) -> dict[str, list[str]]:
+    """Return the source's file names of each tensor of the output's model: several where transformers merges them."""
+    found: dict[str, list[str]] = {}
+    for name in source.tensors:
+        found.setdefault(str(naming.resolve(output_name(plan, name))[0]), []).append(name)
+    return found
+
+
+def _parts(plan: Plan, names: Sequence[str], there: torch.Tensor | None, wanted: torch.Tensor) -> list[str]:
+    """Return those of the merged parts that differ: a part's number in the output is its row."""
+    if len(names) == 1 or there is None or there.shape != wanted.shape:
+        return list(names)
+    rows = {str(row) for row in (there != wanted).flatten(1).any(1).nonzero().flatten().tolist()}
+    numbers = {name: [part for part in output_name(plan, name).split(".") if part.isdecimal()] for name in names}
+    return [name for name in names if numbers[name] and numbers[name][-1] in rows]
 
 
 def expected_state(
