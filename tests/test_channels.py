@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from collapse.analysis.channels import channels_of, narrow_channels
@@ -18,6 +19,7 @@ from collapse.plan import DropLayers, IndexSet, Narrow, Skipped
 from collapse.program import Program
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.trace import load_config, trace
+from collapse.verify.blame import tensors_blamed
 from tests.architectures import tiny_config, tiny_model, weights_of
 from tests.tiny import PROVED, export, plan_for
 
@@ -151,6 +153,27 @@ def test_experts_that_the_files_have_in_parts_are_renumbered(mixtral, tmp_path: 
     torch.testing.assert_close(graph, reloaded, rtol=1.3e-6, atol=1e-5)
     names = {name.split(".")[5] for name in Checkpoint.open(tmp_path / "out").tensors if ".experts." in name}
     assert names == {"0", "1", "2"}
+
+
+def test_of_merged_parts_the_wrong_expert_is_named(mixtral, tmp_path: Path) -> None:
+    model, traced, checkpoint = mixtral
+    rewrites = drop_experts(
+        [(experts(mixtral), [0, 2, 4])], traced, checkpoint, load_config(checkpoint), PROVED, "test"
+    )
+    assert not isinstance(rewrites, Skipped)
+    weights = weights_of(model)
+    with torch.no_grad():  # experts 1 and 3 are not dead; what is asked here is what is said of expert 4
+        plan = plan_for(checkpoint, *rewrites)
+        out = export(checkpoint, plan, tmp_path / "out").root
+        name = f"{BLOCK}.block_sparse_moe.experts.2.w2.weight"
+        tensors = load_file(out / "model.safetensors")
+        tensors[name][3] += 1
+        save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    (found,) = tensors_blamed(out, checkpoint, plan, traced, weights)
+    assert found.site == f"{BLOCK}.block_sparse_moe.experts.4.w2.weight"
+    assert found.reason.startswith(
+        "the reloaded model.layers.0.mlp.experts.down_proj is not what plan and source make of"
+    )
 
 
 def test_b19_fewer_experts_than_a_token_is_sent_to_are_declined(mixtral) -> None:

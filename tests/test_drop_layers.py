@@ -176,3 +176,20 @@ def test_a_list_of_token_ids_as_long_as_the_model_is_deep_is_not_sliced(tmp_path
     checkpoint = Checkpoint.open(tmp_path)
     (layers,) = layer_lists(program("llama"), checkpoint, load_config(checkpoint))
     assert isinstance(layers, Layers) and "eos_token_id" not in layers.lists
+
+
+def test_sizes_that_a_dropped_block_computed_stay(tmp_path: Path):
+    model, traced = tiny_model("mixtral"), trace(tiny_config("mixtral"))
+    model.save_pretrained(tmp_path / "source")
+    checkpoint = Checkpoint.open(tmp_path / "source")
+    config = load_config(checkpoint)
+    (layers,) = layer_lists(traced, checkpoint, config)
+    assert isinstance(layers, Layers)
+    dropped = drop_layers(layers, [1], checkpoint, config, PROVED, "layers")
+    assert isinstance(dropped, DropLayers), dropped
+    plan = plan_for(checkpoint, dropped)
+    out = export(checkpoint, plan, tmp_path / "out").root
+    ids = torch.randint(3, 48, (2, 9), generator=torch.Generator().manual_seed(7))
+    whole, _ = eager(AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), ids)
+    found = rewrite_program(traced, plan).run(weights_of(model), ids, torch.ones_like(ids))[0]
+    torch.testing.assert_close(found, whole, rtol=1.3e-6, atol=1e-5)

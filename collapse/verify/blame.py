@@ -24,7 +24,7 @@ from collapse.program import Program
 from collapse.rewrite.channels import is_channels
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
-from collapse.rewrite.tensors import output_name, token_narrow
+from collapse.rewrite.tensors import erased_names, output_name, token_narrow
 from collapse.trace import quiet
 from collapse.verdict import Blamed
 from collapse.verify.compare import EQ, OTHER_SHAPE, Tolerance
@@ -50,7 +50,7 @@ def blame(
     """
     for found in (
         _alone(plan, ids, program, weights),
-        _tensors(output, source, plan, program, weights),
+        tensors_blamed(output, source, plan, program, weights),
         _config_file(output, source, plan),
         _configs(source, plan, ids, program, weights),
         _without(plan, ids, program, weights),
@@ -152,7 +152,9 @@ def _gap(wanted: torch.Tensor, found: torch.Tensor, tolerance: Tolerance) -> flo
     return float(gap.max()) if bool((gap > tolerance.bound(wanted)).any()) else 0.0
 
 
-def _tensors(output: Path, source: Checkpoint, plan: Plan, program: Program, weights: Weights) -> Iterator[Blamed]:
+def tensors_blamed(
+    output: Path, source: Checkpoint, plan: Plan, program: Program, weights: Weights
+) -> Iterator[Blamed]:
     """Yield the tensors that the reloaded model has otherwise than the graph."""
     try:
         with quiet():
@@ -174,7 +176,7 @@ def _tensors(output: Path, source: Checkpoint, plan: Plan, program: Program, wei
 def _files(naming: Naming, source: Checkpoint, plan: Plan) -> dict[str, list[str]]:
     """Return the source's file names of each tensor of the output's model: several where transformers merges them."""
     found: dict[str, list[str]] = {}
-    for name in source.tensors:
+    for name in sorted(source.tensors.keys() - erased_names(plan)[0]):
         found.setdefault(str(naming.resolve(output_name(plan, name))[0]), []).append(name)
     return found
 
@@ -183,7 +185,7 @@ def _parts(plan: Plan, names: Sequence[str], there: torch.Tensor | None, wanted:
     """Return those of the merged parts that differ: a part's number in the output is its row."""
     if len(names) == 1 or there is None or there.shape != wanted.shape:
         return list(names)
-    rows = {str(row) for row in (there != wanted).flatten(1).any(1).nonzero().flatten().tolist()}
+    rows = {str(int(place[0])) for place in (there != wanted).nonzero()}
     numbers = {name: [part for part in output_name(plan, name).split(".") if part.isdecimal()] for name in names}
     return [name for name in names if numbers[name] and numbers[name][-1] in rows]
 
