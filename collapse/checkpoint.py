@@ -213,8 +213,26 @@ def _refuse_strays(root: Path, files: list[str]) -> None:
 def read_header(path: Path, name: str) -> tuple[TensorInfo, ...]:
     """Read and check the header of one safetensors file; the tensors come in order of offset.
 
-    Raises `CheckpointError` on a truncated file, bad JSON, duplicate names, a size that does not match dtype
-    and shape, and on bytes that overlap or that no tensor owns.
+    Raises `CheckpointError` as `header_entries` does, and on bytes that overlap or that no tensor owns.
+    """
+    end, infos = header_entries(path, name)
+    for info in infos:
+        if info.start != end:
+            kind = "overlap" if info.start < end else "leave a gap"
+            raise CheckpointError(f"the bytes of {info.name} {kind}", where=name, fix="fetch it again")
+        end = info.stop
+    size = path.stat().st_size
+    if end != size:
+        what = f"cut short: {end} bytes promised, {size} there" if end > size else f"{size - end} bytes after the data"
+        raise CheckpointError(what, where=name, fix="fetch it again")
+    return infos
+
+
+def header_entries(path: Path, name: str) -> tuple[int, tuple[TensorInfo, ...]]:
+    """Return where the header of a safetensors file ends, and the tensors that it lists, in order of offset.
+
+    Whether they cover the rest of the file is not looked at. Raises `CheckpointError` on a header that is cut
+    short, bad JSON, duplicate names, and a size that does not match dtype and shape.
     """
     size = path.stat().st_size
     with path.open("rb") as stream:
@@ -232,20 +250,8 @@ def read_header(path: Path, name: str) -> tuple[TensorInfo, ...]:
         raise CheckpointError("the safetensors header is no object", where=name, fix="fetch it again")
     header.pop("__metadata__", None)
     base = 8 + length
-    infos = sorted(
-        (_tensor_info(key, entry, name, base) for key, entry in header.items()),
-        key=lambda i: (i.start, i.stop),
-    )
-    end = base
-    for info in infos:
-        if info.start != end:
-            kind = "overlap" if info.start < end else "leave a gap"
-            raise CheckpointError(f"the bytes of {info.name} {kind}", where=name, fix="fetch it again")
-        end = info.stop
-    if end != size:
-        what = f"cut short: {end} bytes promised, {size} there" if end > size else f"{size - end} bytes after the data"
-        raise CheckpointError(what, where=name, fix="fetch it again")
-    return tuple(infos)
+    infos = (_tensor_info(key, entry, name, base) for key, entry in header.items())
+    return base, tuple(sorted(infos, key=lambda info: (info.start, info.stop)))
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collapse.plan import Plan, Record, first_problem
 from collapse.rewrite.tensors import output_tensors
 
 MANIFEST = "collapse.json"
+SIGNATURE = "collapse.sig"  # over the bytes of the manifest, and so of everything that it lists
 REPORT_SUFFIXES = (".md", ".svg", ".dot", ".html")  # what a report may add to the model's own files
 
 
@@ -99,20 +100,31 @@ def write_manifest(
 
 def load_manifest(folder: Path) -> Manifest:
     """Read `collapse.json`; raises `CheckpointError` with the field and what is wrong with it."""
-    path = folder / MANIFEST
+    return parse_manifest(read_manifest(folder))
+
+
+def read_manifest(folder: Path) -> bytes:
+    """Return the bytes of `collapse.json`; raises `CheckpointError` where there is none."""
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return (folder / MANIFEST).read_bytes()
     except OSError as error:
         message = f"no readable {MANIFEST} ({error.strerror})"
         raise CheckpointError(message, where=str(folder), fix="give a directory that collapse wrote") from None
+
+
+def parse_manifest(raw: bytes) -> Manifest:
+    """Return the manifest in `raw`; raises `CheckpointError` with the field and what is wrong with it."""
+    try:
+        return Manifest.model_validate_json(raw)
     except ValidationError as error:
         raise CheckpointError(first_problem(error), where=MANIFEST, fix="export again") from None
 
 
 def file_names(folder: Path) -> tuple[str, ...]:
-    """Return the names of all files below `folder` but the manifest, with `/`, sorted."""
+    """Return the names of all files below `folder` but the manifest and its signature, with `/`, sorted."""
+    own = (MANIFEST, SIGNATURE)
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
-    return tuple(sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) != MANIFEST))
+    return tuple(sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) not in own))
 
 
 def is_report(name: str) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+
 from collapse.canonical import CHUNK
-from collapse.checkpoint import Checkpoint
+from collapse.checkpoint import Checkpoint, TensorInfo
 from collapse.errors import CheckpointError
 from collapse.rewrite.tensors import OutputTensor, Piece
 
@@ -64,3 +67,22 @@ class SourceReader:
             stream = self._open.enter_context((self._root / name).open("rb", buffering=0))
             self._files[name] = stream.fileno()
         return self._files[name]
+
+
+def differences(path: Path, info: TensorInfo, expected: Iterator[bytes]) -> Iterator[tuple[int, int]]:
+    """Yield where the data of `info` in the file at `path` differ from `expected`, as ranges of offsets in the data.
+
+    There is at most one range for each chunk of `expected`, from its first byte that differs to its last.
+    """
+    position = 0
+    with path.open("rb") as stream:
+        stream.seek(info.start)
+        for chunk in expected:
+            there = stream.read(len(chunk))
+            if there != chunk:
+                unlike = np.full(len(chunk), fill_value=True)
+                same = len(there)
+                unlike[:same] = np.frombuffer(there, np.uint8) != np.frombuffer(chunk, np.uint8)[:same]
+                places = np.flatnonzero(unlike)
+                yield position + int(places[0]), position + int(places[-1]) + 1
+            position += len(chunk)

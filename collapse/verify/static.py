@@ -6,21 +6,38 @@ a manifest edited to fit tampered files is caught.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from collapse.checkpoint import INDEX, SINGLE, Checkpoint, TensorInfo, read_header, read_json
 from collapse.erase import side_files
 from collapse.errors import CollapseError
-from collapse.manifest import Manifest, file_names, is_report, load_manifest, record_of
+from collapse.manifest import SIGNATURE, Manifest, file_names, is_report, load_manifest, record_of
 from collapse.plan import Plan
-from collapse.rewrite.bytes import SourceReader
+from collapse.rewrite.bytes import SourceReader, differences
 from collapse.rewrite.layout import header
 from collapse.rewrite.tensors import OutputTensor, erased_names, output_tensors
+from collapse.signing import read_signature
 from collapse.verdict import Check
 from collapse.verify.ids import id_problems
 
 SHOWN = 20  # failures listed of one kind; the rest are counted
+Kind = Literal["erased", "unplanned", "form", "missing", "side"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with one file, at a byte offset where that is known; `kind` is for programs."""
+
+    kind: Kind
+    file: str
+    what: str
+    offset: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}" if self.file else self.what
 
 
 def static_checks(output: Path, source: Checkpoint | None, plan: Plan | None = None) -> tuple[Check, ...]:
@@ -85,6 +102,11 @@ def _file_checks(output: Path, manifest: Manifest) -> Iterator[Check]:
             problems.append(f"{name}: no plain file")
         elif record_of(path) != manifest.files[name]:
             problems.append(f"{name}: size or sha256 differs from collapse.json")
+    if (output / SIGNATURE).is_symlink() or (output / SIGNATURE).exists():
+        try:
+            read_signature(output)
+        except CollapseError as error:
+            problems.append(str(error))
     yield from _summed("files", problems, f"{len(manifest.files)} files have their recorded size and sha256")
 
 
@@ -101,25 +123,25 @@ def _source_checks(
         yield Check(name="plan", passed=False, detail=f"the plan does not fit the source: {error}")
         return
     gone = erased_names(manifest.plan)[0]
-    yield from _summed("tensors", list(_tensor_problems(expected, tensors, gone)), _tensors_detail(expected, gone))
-    survivors = [t for t in expected if t.name in tensors and _same_form(t, tensors[t.name])]
+    yield from _summed("tensors", list(tensor_problems(expected, tensors, gone)), _tensors_detail(expected, gone))
+    survivors = [t for t in expected if t.name in tensors and same_form(t, tensors[t.name])]
     compared = sum(tensor.nbytes for tensor in survivors)
-    problems = list(_byte_problems(output, source, survivors, tensors))
-    yield from _summed("tensor bytes", problems, f"{compared} bytes equal the source's", bytes=compared)
-    problems = list(_header_problems(output, expected, tensors))
-    yield from _summed("headers", problems, "each weight file is its canonical header and these tensors, no more")
-    problems = list(_side_problems(output, source, sides))
-    yield from _summed("side files", problems, f"{len(sides)} config and tokenizer files are as the plan makes them")
-    problems = list(id_problems(output, source, manifest.plan))
-    yield from _summed("token ids", problems, "every token id of the config files names the source's token")
+    unequal = list(_byte_problems(output, source, survivors, tensors))
+    yield from _summed("tensor bytes", unequal, f"{compared} bytes equal the source's", bytes=compared)
+    damaged = list(_header_problems(output, expected, tensors))
+    yield from _summed("headers", damaged, "each weight file is its canonical header and these tensors, no more")
+    altered = list(side_problems(output, source, sides))
+    yield from _summed("side files", altered, f"{len(sides)} config and tokenizer files are as the plan makes them")
+    foreign = list(id_problems(output, source, manifest.plan))
+    yield from _summed("token ids", foreign, "every token id of the config files names the source's token")
 
 
-def _summed(name: str, problems: list[str], good: str, **figures: int) -> Iterator[Check]:
+def _summed(name: str, problems: Sequence[object], good: str, **figures: int) -> Iterator[Check]:
     """Yield one passed check, or one failed check a problem."""
     if not problems:
         yield Check(name=name, passed=True, detail=good, figures=dict(figures))
     for problem in problems[:SHOWN]:
-        yield Check(name=name, passed=False, detail=problem)
+        yield Check(name=name, passed=False, detail=str(problem))
     if len(problems) > SHOWN:
         yield Check(name=name, passed=False, detail=f"and {len(problems) - SHOWN} more")
 
@@ -128,24 +150,28 @@ def _tensors_detail(expected: tuple[OutputTensor, ...], gone: frozenset[str]) ->
     return f"{len(expected)} tensors are there with their dtype and shape, {len(gone)} erased ones are not"
 
 
-def _same_form(tensor: OutputTensor, info: TensorInfo) -> bool:
+def same_form(tensor: OutputTensor, info: TensorInfo) -> bool:
+    """Whether a tensor of the files has the dtype and shape that the plan gives it."""
     return (tensor.dtype, tensor.shape) == (info.dtype, info.shape)
 
 
-def _tensor_problems(
+def tensor_problems(
     expected: tuple[OutputTensor, ...], tensors: Mapping[str, TensorInfo], gone: frozenset[str]
-) -> Iterator[str]:
+) -> Iterator[Problem]:
+    """Yield what is wrong with the names and forms of `tensors`; `gone` are the names that the plan erases."""
     wanted = {tensor.name: tensor for tensor in expected}
     for name, info in tensors.items():
         if name not in wanted:
-            kind = "the erased tensor is in the file" if name in gone else "a tensor that the plan does not keep"
-            yield f"{info.file}: {name}: {kind}"
-        elif not _same_form(wanted[name], info):
+            kind: Kind = "erased" if name in gone else "unplanned"
+            what = "the erased tensor is in the file" if name in gone else "a tensor that the plan does not keep"
+            yield Problem(kind, info.file, f"{name}: {what}", info.start)
+        elif not same_form(wanted[name], info):
             form = f"{info.dtype} {list(info.shape)}, should be {wanted[name].dtype} {list(wanted[name].shape)}"
             back = "the erased tensor is in the file: " if wanted[name].is_placeholder else ""
-            yield f"{info.file}: {name}: {back}{form}"
+            kind = "erased" if back else "form"
+            yield Problem(kind, info.file, f"{name}: {back}{form}", info.start)
     for name in sorted(wanted.keys() - tensors.keys()):
-        yield f"{name}: a tensor that must survive is missing"
+        yield Problem("missing", "", f"{name}: a tensor that must survive is missing")
 
 
 def _byte_problems(
@@ -154,23 +180,10 @@ def _byte_problems(
     with SourceReader(source) as reader:
         for tensor in survivors:
             info = tensors[tensor.name]
-            at = _first_difference(output / info.file, info, reader.chunks(tensor))
-            if at is not None:
+            first = next(differences(output / info.file, info, reader.chunks(tensor)), None)
+            if first is not None:
                 origin = "placeholder's zeros" if tensor.is_placeholder else "source"
-                yield f"{info.file}: {tensor.name}: byte {at} differs from the {origin}"
-
-
-def _first_difference(path: Path, info: TensorInfo, chunks: Iterator[bytes]) -> int | None:
-    position = 0
-    with path.open("rb") as stream:
-        stream.seek(info.start)
-        for chunk in chunks:
-            there = stream.read(len(chunk))
-            if there != chunk:
-                pairs = enumerate(zip(there, chunk, strict=False))
-                return position + next((i for i, (a, b) in pairs if a != b), len(there))
-            position += len(chunk)
-    return None
+                yield f"{info.file}: {tensor.name}: byte {first[0]} differs from the {origin}"
 
 
 def _header_problems(
@@ -205,15 +218,18 @@ def _index_problems(output: Path, weight_map: Mapping[str, str]) -> Iterator[str
         yield f"{INDEX}: does not list the tensors that are there"
 
 
-def _side_problems(output: Path, source: Checkpoint, sides: Mapping[str, bytes | None]) -> Iterator[str]:
+def side_problems(output: Path, source: Checkpoint, sides: Mapping[str, bytes | None]) -> Iterator[Problem]:
+    """Yield which side files are not what plan and source make of them, and which files nothing accounts for."""
     for name, content in sides.items():
         right = (source.root / name).read_bytes() if content is None else content
         path = output / name
         if not path.is_file():
-            yield f"{name}: missing"
-        elif path.read_bytes() != right:
-            yield f"{name}: differs from what source and plan make of it"
+            yield Problem("missing", name, "missing")
+        elif (there := path.read_bytes()) != right:
+            at = next((i for i, pair in enumerate(zip(there, right, strict=False)) if pair[0] != pair[1]), None)
+            what = "differs from what source and plan make of it"
+            yield Problem("side", name, what, min(len(there), len(right)) if at is None else at)
     for name in file_names(output):
         known = name in sides or name == INDEX or name.endswith(".safetensors")
         if not known and not is_report(name):
-            yield f"{name}: a file that neither the source nor the report accounts for"
+            yield Problem("unplanned", name, "a file that neither the source nor the report accounts for")
