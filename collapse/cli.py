@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from collapse.cli_args import CorpusCommand
+from collapse.cli_audit import audit
 from collapse.cli_check import add_commands
 from collapse.cli_inspect import flops, graph, report, trace
 from collapse.cli_schema import schema_app
@@ -45,6 +46,9 @@ Threshold = Annotated[float | None, typer.Option("--threshold", help="Nats; over
 Passes = Annotated[list[str] | None, typer.Option("--pass", help="Run only this pass; may be repeated.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the split and of the samples.")]
 ShardSize = Annotated[int, typer.Option("--max-shard-size", min=1, help="Bytes of the largest weight file.")]
+Sign = Annotated[
+    Path | None, typer.Option("--sign", metavar="KEY", help="Sign the manifest with this Ed25519 key (PEM).")
+]
 Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Greedy continuations to compare.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars, no table.")]
@@ -70,6 +74,7 @@ def export(
     max_shard_size: ShardSize = 5 * 10**9,
     prompts: Prompts = 8,
     seed: Seed = 0,
+    sign: Sign = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -78,7 +83,7 @@ def export(
     from collapse.plan import Plan
 
     reviewed = Plan.load(plan) if plan else None
-    options = _options(corpus, field, stage, placeholder, threshold, passes, seed, max_shard_size, prompts)
+    options = _options(corpus, field, stage, placeholder, threshold, passes, seed, max_shard_size, prompts, sign)
     watch = _watch(quiet)
     result = run(
         model, output or _default_output(model, schema), schema, options, plan=reviewed, force=force, watch=watch
@@ -120,6 +125,10 @@ def make(
 
 
 add_commands(app)  # after export and plan, so that help lists the main job first
+app.command(
+    context_settings=HELP,
+    epilog="Example: collapse audit out/ --source model/ --verify-key key.pub.pem --sarif audit.sarif",
+)(audit)
 for command in (report, graph, flops, trace):
     app.command(context_settings=HELP)(command)
 app.add_typer(schema_app, name="schema")
@@ -135,8 +144,10 @@ def _options(
     seed: int,
     max_shard_size: int | None = None,
     prompts: int | None = None,
+    sign: Path | None = None,
 ) -> Options:
     from collapse.options import make_options
+    from collapse.signing import load_private_key
 
     return make_options(
         corpus=tuple(corpus or ()),
@@ -148,6 +159,7 @@ def _options(
         seed=seed,
         max_shard_size=max_shard_size,
         prompts=prompts,
+        sign=load_private_key(sign) if sign else None,
     )
 
 

@@ -11,10 +11,12 @@ import typer
 from collapse.canonical import dumps
 from collapse.checkpoint import Checkpoint
 from collapse.cli_args import CorpusCommand
-from collapse.errors import CheckpointError, SchemaError
+from collapse.errors import CheckpointError, CollapseError, SchemaError
 from collapse.manifest import MANIFEST
 from collapse.plan import Plan
+from collapse.probe import Probe
 from collapse.probe import probe as run_probe
+from collapse.replace import replace_file
 from collapse.verdict import Check, Verdict
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars, no table.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a model, collapsed or not.")]
 Pattern = Annotated[str, typer.Option("--site", metavar="PATTERN", help="Glob on module paths or tensor names.")]
+Prometheus = Annotated[
+    Path | None, typer.Option("--prometheus", metavar="FILE", help="Write metrics here too, for a textfile collector.")
+]
 
 
 def verify(
@@ -104,14 +109,27 @@ def _show(verdict: Verdict, quick: bool, as_json: bool, quiet: bool) -> None:
         typer.echo(_table(verdict, quick))
 
 
-def probe(folder: Folder, site: Pattern) -> None:
+def probe(folder: Folder, site: Pattern, prometheus: Prometheus = None) -> None:
     """Say from the files alone whether the weights of a site are gone, as JSON.
 
     Exit code 0: ERASED. 1: ZEROED or ACTIVE. 2: the pattern matches nothing, or DIR is no model.
     """
-    found = run_probe(folder, site)
+    try:
+        found = run_probe(folder, site)
+    except (CollapseError, OSError):
+        _export_metrics(None, folder, site, prometheus)
+        raise
+    _export_metrics(found, folder, site, prometheus)
     typer.echo(dumps(found.model_dump(mode="json")), nl=False)
     raise typer.Exit(0 if found.status == "ERASED" else 1)
+
+
+def _export_metrics(found: Probe | None, folder: Path, site: str, path: Path | None) -> None:
+    if path is not None:
+        from collapse.report.prometheus import to_prometheus
+
+        metrics = to_prometheus(found, model=folder.resolve().name, site=site)
+        replace_file(path, metrics.encode())
 
 
 def add_commands(app: typer.Typer) -> None:

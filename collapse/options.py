@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from collapse.erase import MAX_SHARD_SIZE
 from collapse.errors import PlanError
 from collapse.passes import PASSES, Pass
@@ -27,6 +29,7 @@ class Options:
         seed: of the split and of the samples.
         max_shard_size: bytes of the largest weight file.
         prompts, new_tokens: greedy continuations that verification compares.
+        sign: the key that the manifest is signed with, of `collapse.signing.load_private_key`; by default it is not.
     """
 
     corpus: tuple[Path, ...] = ()
@@ -39,6 +42,7 @@ class Options:
     max_shard_size: int = MAX_SHARD_SIZE
     prompts: int = 8
     new_tokens: int = 16
+    sign: Ed25519PrivateKey | None = None
 
 
 DEFAULTS = Options()

@@ -35,6 +35,7 @@ from collapse.rewrite.specialise import Specialised, has_graph_edits, specialise
 from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
+from collapse.signing import sign_manifest
 from collapse.source_model import load_source, source_weights
 from collapse.sources import resolve
 from collapse.staging import check_output, staged
@@ -219,6 +220,8 @@ def _apply(context: Context, plan: Plan, target: Path, options: Options, force: 
             (staging.folder / "REPORT.md").write_text(to_markdown(report), encoding="utf-8")
             (staging.folder / "graph.svg").write_bytes(render(report_graph(report)))
             write_manifest(staging.folder, context.checkpoint, plan, known)
+            if options.sign:
+                sign_manifest(staging.folder, options.sign)
         staging.publish()
     return Result(plan, report, target)
 

@@ -16,11 +16,13 @@ from collapse.plan import DropLayers, Plan, Record, ShortCircuit
 from collapse.rewrite.origin import source_name
 from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names, layer_number
 
+Status = Literal["ERASED", "ZEROED", "ACTIVE"]
+
 
 class Probe(Record):
     """The answer. `alive` lists the tensors of the site that hold anything but zeros."""
 
-    status: Literal["ERASED", "ZEROED", "ACTIVE"]
+    status: Status
     reason: str
     alive: tuple[str, ...] = ()
 

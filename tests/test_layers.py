@@ -11,11 +11,12 @@ PACKAGE = Path(__file__).parent.parent / "collapse"
 
 # Earliest first. `collapse` itself is the package's `__init__`, the interface for Python users.
 LAYERS = (
-    *("errors", "canonical", "config_paths", "plan", "verdict", "memory", "progress"),
+    *("errors", "canonical", "replace", "config_paths", "plan", "verdict", "memory", "progress"),
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
     *("checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
     *("models", "growing_rope", "naming", "auto", "program", "portable", "trace", "sources", "source_model"),
-    *("analysis", "rewrite", "passes", "manifest", "staging", "erase", "verify", "report", "probe", "runtime"),
+    *("analysis", "rewrite", "passes", "manifest", "signing", "staging", "erase"),
+    *("verify", "probe", "audit", "report", "runtime"),
     *(
         "options",
         "pipeline",
@@ -24,6 +25,7 @@ LAYERS = (
         "cli_args",
         "cli_schema",
         "cli_check",
+        "cli_audit",
         "cli_inspect",
         "cli",
         "__main__",
