@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
 
+from collapse.audit.inventory import is_safetensors
 from collapse.audit.weights import Span
 
 Stream: TypeAlias = IO[bytes] | gzip.GzipFile | bz2.BZ2File
@@ -57,11 +58,13 @@ def packed_parts(folder: Path, file: str, overlap: int) -> Iterator[Part | Unrea
     path = folder / file
     budget = RATIO * path.stat().st_size + FREE
     try:
-        if zipfile.is_zipfile(path):
+        if _is_zip(path):
             yield from _members(path, file, budget, overlap)
             return
         with path.open("rb") as stream:
-            start = stream.read(len(_XZ))
+            start = stream.read(16)
+        if is_safetensors(file, start):
+            return
         if start.startswith(_XZ):
             yield Unread(file, "holds xz data, which are not expanded")
         opener = next((opener for magic, opener in _PACKED.items() if start.startswith(magic)), None)
@@ -70,6 +73,19 @@ def packed_parts(folder: Path, file: str, overlap: int) -> Iterator[Part | Unrea
                 yield from _bounded(expanded, file, "", budget, overlap)
     except _BROKEN as error:
         yield Unread(file, f"cannot be expanded ({error})")
+
+
+def _is_zip(path: Path) -> bool:
+    """Whether the file is a zip archive, or ends with one; four bytes of a weight file can look like its end."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with path.open("rb") as stream:
+        begins = stream.read(len(_ZIP)) == _ZIP
+    try:
+        zipfile.ZipFile(path).close()
+    except zipfile.BadZipFile:
+        return begins
+    return True
 
 
 def _members(path: Path, file: str, budget: int, overlap: int) -> Iterator[Part | Unread]:
