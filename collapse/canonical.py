@@ -22,6 +22,11 @@ def digest(value: Any) -> str:
     return hashlib.sha256(compact.encode()).hexdigest()
 
 
+def printable(text: str) -> str:
+    """Return `text` with control characters and broken Unicode as escapes: a file's name must not forge output."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 def chunks(path: Path) -> Iterator[bytes]:
     """Yield the bytes of `path` in pieces of at most 4 MiB."""
     with path.open("rb") as stream:

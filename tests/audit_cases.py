@@ -66,7 +66,8 @@ def random_plan(source: Checkpoint, seed: int) -> Plan:
 def _dropped(source: Checkpoint, layer: int) -> DropLayers:
     prefix = "model.layers."
     return DropLayers(
-        **{"pass": "layers"}, site="model.layers", evidence=PROVED, prefix=prefix, size=2, kept=IndexSet.of([1 - layer]),
+        **{"pass": "layers"}, site="model.layers", evidence=PROVED, prefix=prefix, size=2,
+        kept=IndexSet.of([1 - layer]),
         tensors=tuple(name for name in source.tensors if name.startswith(f"{prefix}{layer}.")),
         config={"num_hidden_layers": 1},
     )  # fmt: skip

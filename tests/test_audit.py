@@ -315,7 +315,9 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "pipe": (lambda out: os.mkfifo(out / "pipe"), "file-special", "pipe"),
     "config gone": (lambda out: (out / "config.json").unlink(), "file-missing", "config.json"),
     "byte flipped": (flipped, "file-changed", WEIGHTS),
-    "cut short": (lambda out: (out / WEIGHTS).write_bytes((out / WEIGHTS).read_bytes()[:-9]), "weights-damaged", WEIGHTS),
+    "cut short": (
+        lambda out: (out / WEIGHTS).write_bytes((out / WEIGHTS).read_bytes()[:-9]), "weights-damaged", WEIGHTS
+    ),
     "index": (lambda out: (out / INDEX).write_text('{"weight_map": {}}'), "index", INDEX),
     "tensor back": (
         lambda out: save_file(load_file(out / WEIGHTS) | {"old.bias": torch.ones(5)}, out / WEIGHTS, {"format": "pt"}),
@@ -334,14 +336,16 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
         "manifest-damaged", MANIFEST,
     ),
 }  # fmt: skip
-FAULTS |= {
-    f"twin{suffix}": (lambda out, name=f"model{suffix}": (out / name).write_bytes(b"weights"), "foreign-weights", f"model{suffix}")  # type: ignore[misc]
-    for suffix in (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf", ".npz", ".zip", ".tar.gz", ".PT")
-}  # fmt: skip
-FAULTS |= {
-    f"disguised {kind}": (lambda out, raw=raw: (out / "notes.txt").write_bytes(raw + bytes(64)), "foreign-weights", "notes.txt")  # type: ignore[misc]
-    for kind, raw in {"gguf": b"GGUF\x03", "hdf5": b"\x89HDF\r\n", "pickle": b"\x80\x04", "xz": b"\xfd7zXZ\x00"}.items()
-}  # fmt: skip
+TWINS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf", ".npz", ".zip", ".tar.gz", ".PT")
+MAGIC = {"gguf": b"GGUF\x03", "hdf5": b"\x89HDF\r\n", "pickle": b"\x80\x04", "xz": b"\xfd7zXZ\x00"}
+
+
+def foreign(name: str, content: bytes) -> tuple[Callable[[Path], object], str, str]:
+    return lambda out: (out / name).write_bytes(content), "foreign-weights", name
+
+
+FAULTS |= {f"twin{suffix}": foreign(f"model{suffix}", b"weights") for suffix in TWINS}
+FAULTS |= {f"disguised {kind}": foreign("notes.txt", raw + bytes(64)) for kind, raw in MAGIC.items()}
 
 
 @pytest.mark.parametrize("with_source", [True, False])

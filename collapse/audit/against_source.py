@@ -12,6 +12,7 @@ from collapse.audit.findings import SEARCH, Finding
 from collapse.audit.search import OVERLAP, Hit, Hits, batches, search
 from collapse.audit.streams import Part, Unread, file_parts, packed_parts
 from collapse.audit.weights import Span, compare, without
+from collapse.canonical import printable
 from collapse.checkpoint import Checkpoint, TensorInfo
 from collapse.erase import side_files
 from collapse.errors import CollapseError
@@ -94,7 +95,7 @@ def _parts(folder: Path, file: str, equal: list[Span], undecided: dict[str, None
     yield from file_parts(folder, file, spans, OVERLAP)
     for part in packed_parts(folder, file, OVERLAP):
         if isinstance(part, Unread):
-            undecided[f"{part.file}: {part.reason}"] = None
+            undecided[printable(f"{part.file}: {part.reason}")] = None
         else:
             yield part
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from collapse.canonical import printable
 from collapse.plan import Record
 
 Outcome = Literal["clean", "refuted", "undecided"]
@@ -68,6 +69,11 @@ class Finding(Record):
     what: str
     offset: int | None = None
     member: str | None = None
+
+    @field_validator("file", "what", "member", mode="before")
+    @classmethod
+    def _printable(cls, text: str | None) -> str | None:
+        return None if text is None else printable(text)
 
     @property
     def fix(self) -> str:

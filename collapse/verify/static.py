@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from collapse.canonical import printable
 from collapse.checkpoint import INDEX, SINGLE, Checkpoint, TensorInfo, read_header, read_json
 from collapse.erase import side_files
 from collapse.errors import CollapseError
@@ -141,7 +142,7 @@ def _summed(name: str, problems: Sequence[object], good: str, **figures: int) ->
     if not problems:
         yield Check(name=name, passed=True, detail=good, figures=dict(figures))
     for problem in problems[:SHOWN]:
-        yield Check(name=name, passed=False, detail=str(problem))
+        yield Check(name=name, passed=False, detail=printable(str(problem)))
     if len(problems) > SHOWN:
         yield Check(name=name, passed=False, detail=f"and {len(problems) - SHOWN} more")
 
