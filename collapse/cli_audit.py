@@ -12,6 +12,7 @@ from collapse.replace import replace_file
 
 if TYPE_CHECKING:
     from collapse.audit import Audit
+    from collapse.checkpoint import Checkpoint
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The directory that collapse wrote.")]
 Source = Annotated[
@@ -43,13 +44,18 @@ def audit(
     from collapse.audit import audit as run_audit
     from collapse.audit.text import to_text
     from collapse.signing import load_public_key
-    from collapse.sources import resolve
 
     key = load_public_key(verify_key) if verify_key else None
-    found = run_audit(folder, resolve(source) if source else None, key)
+    found = run_audit(folder, _open(source) if source else None, key)
     _write(found, folder, sarif, junit)
     typer.echo(dumps(found.to_json()) if as_json else f"{to_text(found)}\n", nl=False)
     raise typer.Exit(found.exit_code)
+
+
+def _open(source: str) -> Checkpoint:
+    from collapse.sources import resolve
+
+    return resolve(source)
 
 
 def _write(found: Audit, folder: Path, sarif: Path | None, junit: Path | None) -> None:

@@ -179,7 +179,9 @@ def test_the_command_prints_json_and_exits_for_ci(command: Command, llama: Check
 
 
 def test_the_probe_needs_no_torch() -> None:
-    modules = "collapse.probe, collapse.testing, collapse.cli_check, collapse.verify"
+    modules = (
+        "collapse.probe, collapse.testing, collapse.cli_check, collapse.verify, collapse.audit, collapse.cli_audit"
+    )
     code = f"import sys, {modules}; print('torch' in sys.modules)"
     root = str(Path(__file__).parent.parent)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)

@@ -170,7 +170,7 @@ def subcommands(text: str) -> set[str]:
     return {line.split()[1] for line in commands(text) if line.startswith("collapse ")}
 
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/ci.md", "docs/schema.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/index.md", "docs/ci.md", "docs/audit.md", "docs/schema.md")
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
