@@ -24,7 +24,7 @@ GraphEdit = Literal["next-token", "fold-constants"]
 class Record(BaseModel):
     """Base of everything that crosses a file boundary: frozen, and unknown fields are errors."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
 
 class Evidence(Record):

@@ -23,6 +23,7 @@ from collapse.checkpoint import INDEX, Checkpoint
 from collapse.errors import CheckpointError
 from collapse.manifest import MANIFEST, file_names, load_manifest, record_of
 from collapse.plan import Plan
+from collapse.verify import verify
 from tests.audit_cases import awkward_tensors, random_plan, random_source
 from tests.exported import EMBEDDING, KEPT, WEIGHTS
 from tests.tiny import erase, export, plan_for, tiny_gpt2, tiny_llama, vocabulary
@@ -431,6 +432,14 @@ def test_a_plan_that_does_not_fit_its_source_is_refuted(llama: Checkpoint, out: 
         json.dumps(edited.model_dump(mode="json", by_alias=True), indent=2, sort_keys=True) + "\n"
     )
     assert place(audit(out, llama), "plan-edited") == (MANIFEST, None)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+def test_a_manifest_with_what_is_no_number_is_refuted(llama: Checkpoint, out: Path, number: str) -> None:
+    text = (out / MANIFEST).read_text().replace('"figures": {}', f'"figures": {{"x": {number}}}', 1)
+    (out / MANIFEST).write_text(text)
+    assert place(audit(out), "manifest-damaged")[0] == MANIFEST
+    assert verify(out, llama, static_only=True).status == "refuted"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1", '{"format": "collapse-manifest/9"}'])

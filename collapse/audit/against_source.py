@@ -86,7 +86,8 @@ def _search(
     for batch in batches(counted()):
         for file in files:
             search(source.root, batch, _parts(folder, file, equal.get(file, []), undecided), hits)
-    return hits.values(), tuple(undecided), figures
+    ordered = sorted(hits.values(), key=lambda hit: (hit.file, hit.member or "", hit.first, hit.tensor.info.name))
+    return ordered, tuple(undecided), figures
 
 
 def _parts(folder: Path, file: str, equal: list[Span], undecided: dict[str, None]) -> Iterator[Part]:

@@ -20,7 +20,7 @@ from collapse.plan import Plan
 from collapse.rewrite.tensors import OutputTensor, Piece, erased_names, output_tensors
 
 WINDOW = 16  # bytes
-SHORTEST_ROW, LONGEST_ROW = 64, 4096  # bytes; shorter rows are taken together, longer ones in parts
+SHORTEST_ROW, LONGEST_ROW = 32, 4096  # bytes; shorter rows are taken together, longer ones in parts
 LEAST_VALUES = 4  # different bytes of a window that says anything: padding and constant rows have fewer
 CHUNK = 1 << 22
 STEP = 8  # bytes from one place that is tried to the next
@@ -79,12 +79,11 @@ def probes(root: Path, tensor: Erased) -> Iterator[Probes]:
     size = row_bytes(info)
     row = min(size * -(-SHORTEST_ROW // size), LONGEST_ROW)
     with (root / info.file).open("rb") as stream:
-        for start, stop in _chunked(info.nbytes, row):
-            mask = _erased_mask(tensor, start, stop)
+        for start, mask in erased_masks(tensor, row):
             if not mask.any():
                 continue
             stream.seek(info.start + start)
-            data = np.frombuffer(stream.read(stop - start), np.uint8)
+            data = np.frombuffer(stream.read(len(mask)), np.uint8)
             if len(data) != len(mask):
                 raise CheckpointError("the file was cut short while it was read", where=info.file)
             offsets, mute = _windows(data, mask, row, max(DTYPE_BITS[info.dtype] // 8, 1))
@@ -103,16 +102,19 @@ def _chunked(size: int, row: int) -> Iterator[tuple[int, int]]:
     return ((start, start + step if start + step in starts else size) for start in starts)
 
 
-def _erased_mask(tensor: Erased, start: int, stop: int) -> NDArray[np.bool_]:
-    mask = np.full(stop - start, fill_value=True)
-    base = tensor.info.start + start
-    for piece in tensor.kept.pieces() if tensor.kept else ():
-        if not isinstance(piece, Piece) or piece.stop <= base:
-            continue
-        if piece.start >= base + len(mask):
-            break
-        mask[max(piece.start - base, 0) : piece.stop - base] = False
-    return mask
+def erased_masks(tensor: Erased, row: int) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    """Yield the data of a tensor in chunks of whole rows of `row` bytes: where each starts, and which bytes go."""
+    base = tensor.info.start
+    pieces = (piece for piece in (tensor.kept.pieces() if tensor.kept else ()) if isinstance(piece, Piece))
+    piece = next(pieces, None)
+    for start, stop in _chunked(tensor.info.nbytes, row):
+        mask = np.full(stop - start, fill_value=True)
+        while piece is not None and piece.start - base < stop:
+            mask[max(piece.start - base - start, 0) : piece.stop - base - start] = False
+            if piece.stop - base > stop:
+                break
+            piece = next(pieces, None)
+        yield start, mask
 
 
 def _windows(data: Bytes, mask: NDArray[np.bool_], row: int, element: int) -> tuple[Places, int]:

@@ -47,8 +47,9 @@ def inventory(folder: Path, listed: Mapping[str, FileRecord]) -> Iterator[Findin
     Raises `OSError` where a file cannot be read.
     """
     names = file_names(folder)
+    there = set(names)
     for name in listed:
-        if name not in names:
+        if name not in there:
             yield Finding(rule="file-missing", file=name, what="is listed in collapse.json, but missing")
     for name in names:
         yield from _file(folder, name, listed.get(name))

@@ -73,11 +73,10 @@ def search(root: Path, batch: Batch, parts: Iterable[Part], hits: Hits) -> None:
     for part in parts:
         data = np.frombuffer(part.data, np.uint8)
         for at, first in _candidates(batch, data):
-            for probe in _alike(batch, first):
-                begin = confirm(part.data, at, probe)
-                if begin is not None:
-                    _note(hits, batch, part, probe, part.start + begin)
-                    break
+            equal = [(confirm(part.data, at, probe), probe) for probe in _alike(batch, first)]
+            (begin, stop), probe = max(equal, key=lambda one: one[0][1] - one[0][0])
+            if stop > begin:
+                _note(hits, batch, part, probe, part.start + begin)
 
 
 def _note(hits: Hits, batch: Batch, part: Part, probe: int, begin: int) -> None:
@@ -118,8 +117,8 @@ def _candidates(batch: Batch, data: Bytes) -> Iterator[tuple[int, int]]:
     return zip(places[same].tolist(), probe[same].tolist(), strict=True)
 
 
-def _confirmer(root: Path, batch: Batch) -> Callable[[bytes, int, int], int | None]:
-    """Return a function that compares with the source and returns where the equal bytes begin, None for too few."""
+def _confirmer(root: Path, batch: Batch) -> Callable[[bytes, int, int], tuple[int, int]]:
+    """Return a function that gives the equal bytes of data and source around a window as a span, empty for too few."""
 
     @lru_cache(maxsize=4096)
     def around(probe: int) -> tuple[bytes, bytes]:
@@ -131,12 +130,12 @@ def _confirmer(root: Path, batch: Batch) -> Callable[[bytes, int, int], int | No
             data = stream.read(min(at + REACH, info.nbytes) - begin)
         return data[: at - begin], data[at - begin :]
 
-    def confirm(data: bytes, at: int, probe: int) -> int | None:
+    def confirm(data: bytes, at: int, probe: int) -> tuple[int, int]:
         before, after = around(probe)
         right = _common(after, data[at : at + len(after)])
         left = _common(before[::-1], data[max(at - len(before), 0) : at][::-1])
         needed = min(CERTAIN, batch.tensors[batch.owner[probe]].info.nbytes)
-        return at - left if right >= WINDOW and left + right >= needed else None
+        return (at - left, at + right) if right >= WINDOW and left + right >= needed else (0, 0)
 
     return confirm
 
