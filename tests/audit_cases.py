@@ -51,7 +51,7 @@ def random_plan(source: Checkpoint, seed: int) -> Plan:
     drawn.shuffle(names)
     rewrites: list[Any] = []
     if "model.layers.0.mlp.up_proj.weight" in source.tensors and drawn.random() < 0.3:
-        rewrites.append(_dropped(source, drawn.randrange(2)))
+        rewrites.append(dropped(source, drawn.randrange(2)))
         names = [name for name in names if name not in rewrites[0].tensors]
     gone, shorted, rest = names[: drawn.randrange(6)], names[6 : 6 + drawn.randrange(3)], names[9:]
     if gone:
@@ -63,7 +63,8 @@ def random_plan(source: Checkpoint, seed: int) -> Plan:
     return plan_for(source, *rewrites)
 
 
-def _dropped(source: Checkpoint, layer: int) -> DropLayers:
+def dropped(source: Checkpoint, layer: int) -> DropLayers:
+    """Return the removal of one of the two layers of a tiny Llama."""
     prefix = "model.layers."
     return DropLayers(
         **{"pass": "layers"}, site="model.layers", evidence=PROVED, prefix=prefix, size=2,

@@ -15,8 +15,8 @@ from collapse.audit.weights import WeightFile, by_name, read_weights, unowned_by
 from collapse.checkpoint import Checkpoint, TensorInfo
 from collapse.errors import CheckpointError
 from collapse.manifest import MANIFEST, SIGNATURE, Manifest, parse_manifest, read_manifest
-from collapse.plan import DropLayers, Plan, Reroot
-from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names
+from collapse.plan import Plan
+from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names, source_name
 
 NO_SOURCE = "without --source, tensors were not compared and bytes of erased rows not searched for"
 NO_KEY = "collapse.sig is there, but without --verify-key it was not checked"
@@ -97,13 +97,12 @@ def _own(folder: Path) -> tuple[str, ...]:
 
 
 def _erased_by_name(plan: Plan, tensors: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    """Names tell without the source; not where the plan gives names anew, which may be those of erased tensors."""
-    if plan.of_kind(DropLayers) or plan.of_kind(Reroot):
-        return
+    """Names tell without the source: those that the source has for the tensors, since a plan may rename some."""
     gone, placeholders = erased_names(plan)
-    for name in sorted(gone & tensors.keys()):
-        info = tensors[name]
-        if name not in placeholders or (info.dtype, info.shape) != (PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE):
+    for name, info in sorted(tensors.items()):
+        original = source_name(plan, name)
+        stands_in = original in placeholders and (info.dtype, info.shape) == (PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE)
+        if original in gone and not stands_in:
             what = f"{name}: the erased tensor is in the file"
             yield Finding(rule="tensor-erased", file=info.file, what=what, offset=info.start)
 
