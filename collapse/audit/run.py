@@ -16,7 +16,8 @@ from collapse.checkpoint import Checkpoint, TensorInfo
 from collapse.errors import CheckpointError
 from collapse.manifest import MANIFEST, SIGNATURE, Manifest, parse_manifest, read_manifest
 from collapse.plan import Plan
-from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names, source_name
+from collapse.rewrite.origin import source_name
+from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names
 
 NO_SOURCE = "without --source, tensors were not compared and bytes of erased rows not searched for"
 NO_KEY = "collapse.sig is there, but without --verify-key it was not checked"
