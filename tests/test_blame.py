@@ -85,6 +85,27 @@ def test_what_was_verified_or_the_files_refute_asks_for_no_trace(llama: Checkpoi
     assert with_blame(wrong, out, llama, IDS, never) == wrong and wrong.status == "refuted"
 
 
+def test_a_wrong_row_that_no_logit_shows_is_found_and_named(llama: Checkpoint, tmp_path: Path, origin) -> None:
+    plan = plan_for(llama, erase("old.bias"))
+    out = export(llama, plan, tmp_path / "out").root
+    tensors = load_file(out / WEIGHTS)
+    tensors["model.embed_tokens.weight"][50] *= 1 + 1e-6
+    save_file(tensors, out / WEIGHTS, {"format": "pt"})
+    few = samples([1, 2, 3], 20, 9)
+    checks, example = dynamic_checks(out, llama, plan, few, reference=origin, settings=SMALL)
+    assert {check.name for check in checks if not check.passed} == {"graph: weights"}
+    verdict = with_blame(Verdict(checks=checks, counterexample=example), out, llama, few, origin)
+    assert [found.site for found in verdict.blamed] == ["model.embed_tokens.weight"]
+
+
+def test_a_search_that_breaks_does_not_hide_the_refutation(llama: Checkpoint, out: Path, plan: Plan) -> None:
+    edited = json.loads((out / "config.json").read_bytes()) | {"hidden_act": "gelu"}
+    (out / "config.json").write_text(json.dumps(edited))
+    checks, example = dynamic_checks(out, llama, plan, IDS, settings=SMALL)
+    verdict = with_blame(Verdict(checks=checks, counterexample=example), out, llama, IDS, (None, {}))
+    assert (verdict.status, [found.pass_name for found in verdict.blamed]) == ("refuted", ["blame"])
+
+
 def test_the_error_and_the_saved_counterexample_name_the_site(llama: Checkpoint, tmp_path: Path, out: Path) -> None:
     failed = verify(out, llama, samples=[[7, 41]], settings=SMALL)
     blamed = Blamed(pass_name="vocabulary", site="vocabulary", reason="it has no row for token 41")

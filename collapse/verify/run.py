@@ -71,7 +71,7 @@ def with_blame(verdict: Verdict, output: Path, source: Checkpoint | None, sample
     """
     if verdict.status != "refuted" or source is None or not any(check.name == "samples" for check in verdict.checks):
         return verdict
-    if all(check.name.startswith("graph") for check in verdict.failures):
+    if all(check.name.startswith("graph") and check.name != "graph: weights" for check in verdict.failures):
         reason = "only the graph that was rewritten in memory differs; the output from disk says what the source says"
         blamed = Blamed(pass_name="graph", site="rewritten graph", reason=reason)
         return verdict.model_copy(update={"blamed": (blamed,)})
@@ -84,4 +84,9 @@ def with_blame(verdict: Verdict, output: Path, source: Checkpoint | None, sample
         program, weights, *_ = origin() if callable(origin) else origin
     except UnsupportedError:
         return verdict
-    return verdict.model_copy(update={"blamed": blame(output, source, plan, ids, program, weights)})
+    try:
+        found = blame(output, source, plan, ids, program, weights)
+    except Exception as error:  # whatever stops the search for the cause must not hide the refutation
+        reason = f"what is wrong could not be found out ({type(error).__name__}: {error})"
+        found = (Blamed(pass_name="blame", site="model", reason=reason),)
+    return verdict.model_copy(update={"blamed": found})
