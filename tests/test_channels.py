@@ -10,14 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from collapse import pipeline
 from collapse.analysis.channels import channels_of, narrow_channels
 from collapse.analysis.experts import Experts, drop_experts, experts_of
+from collapse.analysis.layers import Layers, drop_layers, layer_lists
 from collapse.analysis.units import Channels
 from collapse.checkpoint import Checkpoint
-from collapse.errors import PlanError
+from collapse.errors import PlanError, RefutedError
 from collapse.plan import DropLayers, IndexSet, Narrow, Skipped
 from collapse.program import Program
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
+from collapse.schema import InputSchema
 from collapse.trace import load_config, trace
 from collapse.verify.blame import tensors_blamed
 from tests.architectures import tiny_config, tiny_model, weights_of
@@ -197,6 +200,35 @@ def test_a_config_edit_that_means_more_than_sizes_is_refused(mixtral) -> None:
             rewrite_program(traced, plan, checkpoint.config)
     with pytest.raises(PlanError, match="channels cannot be narrowed without the config"):
         rewrite_program(traced, plan_for(checkpoint, *rewrites))
+
+
+def test_a_whole_export_of_fewer_layers_with_fewer_heads(tmp_path: Path) -> None:
+    changes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    model, traced = tiny_model("llama", **changes), program("llama", *changes.items())
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[:, 8:] = 0
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+    checkpoint = saved(tmp_path / "source", model)
+    config = load_config(checkpoint)
+    groups = [one(channels_of(traced, checkpoint, f"model.layers.{n}"), "kv-groups") for n in range(2)]
+    heads = narrow_channels([(group, [0]) for group in groups], traced, config, PROVED, "test")
+    (layers,) = layer_lists(traced, checkpoint, config)
+    assert isinstance(layers, Layers) and not isinstance(heads, Skipped)
+    fewer = drop_layers(layers, [1], checkpoint, config, PROVED, "test")
+    assert isinstance(fewer, DropLayers)
+    schema = InputSchema(type="text", tokens=tuple(range(48)), max_tokens=16)
+    plan = plan_for(checkpoint, *heads, fewer, schema=schema.to_json(), schema_digest=schema.digest)
+    pipeline.export(checkpoint.root, tmp_path / "out", plan=plan)  # raises unless it is verified
+    shapes = {name: info.shape for name, info in Checkpoint.open(tmp_path / "out").tensors.items()}
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (8, 16)
+    assert not [name for name in shapes if name.startswith("model.layers.1.")]
+    alive = [n.model_copy(update={"kept": IndexSet.of(range(n.size // 2, n.size))}) for n in heads]
+    wrong = plan.model_copy(update={"rewrites": (*alive, fewer)})
+    with pytest.raises(RefutedError, match=r"model\.layers\.1\.self_attn \(test\): alone, in the graph, it moves"):
+        pipeline.export(checkpoint.root, tmp_path / "wrong", plan=wrong)
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_neurons_of_one_layer_alone_cannot_be_said_natively(tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ..
     """
     erased, placeholders = _erased(checkpoint, plan)
     narrowed = _narrowed(checkpoint, plan)
+    dropped = {name for rewrite in plan.of_kind(DropLayers) for name in rewrite.tensors}
     for name in narrowed:
-        if name in erased:
+        if name in erased - dropped:  # rows are narrowed in every layer, also in one that goes as a whole
             raise PlanError(f"tensor {name} is both erased and narrowed", where="plan", fix="make a new plan")
     found = tuple(
         _output(info, output_name(plan, name), narrowed.get(name, {}), name in placeholders)
