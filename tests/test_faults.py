@@ -60,5 +60,8 @@ def test_the_recorded_attack_missed_nothing_and_the_page_shows_it() -> None:
     assert report["wrong"] == []
     assert report["totals"]["faults"]["refuted"] == report["totals"]["faults"]["planted"] >= 300
     assert report["totals"]["removals"]["verified"] == report["totals"]["removals"]["planted"] >= 150
+    faults, removals = report["totals"]["faults"], report["totals"]["removals"]
+    assert f"| all | {faults['planted']} | {faults['refuted']} | 0 | 0 | {faults['equivalent']} |" in table(report)
+    assert f"| all | {removals['planted']} | {removals['verified']} | 0 |" in table(report)
     page = DOCS.read_text(encoding="utf-8")
     assert f"{BEGIN}\n{table(report)}\n{END}" in page

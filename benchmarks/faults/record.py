@@ -76,14 +76,17 @@ def save(report: Mapping[str, Any]) -> None:
 
 def table(report: Mapping[str, Any]) -> str:
     """Return two Markdown tables: faults, and true removals."""
-    faults = _table(("fault", "planted", "refuted", "refuted, site not named", "missed", "equal"), report, "faults")
-    removals = _table(("true removal", "planted", "verified", "false alarms"), report, "removals")
+    header = ("fault", "planted", "refuted", "refuted, site not named", "missed", "equal")
+    faults = _table(header, report, "faults", FAULTS, FAULT_COLUMNS)
+    removals = _table(("true removal", "planted", "verified", "false alarms"), report, "removals", TRUE, TRUE_COLUMNS)
     models = f"{len(report['models'])} models, seed {report['seed']}: {', '.join(sorted(report['models']))}."
     return f"{models}\n\n{faults}\n\n{removals}"
 
 
-def _table(header: Sequence[str], report: Mapping[str, Any], part: str) -> str:
+def _table(
+    header: Sequence[str], report: Mapping[str, Any], part: str, kinds: Iterable[str], columns: Sequence[str]
+) -> str:
+    counted = {kind: report[part][kind] for kind in kinds if kind in report[part]} | {"all": report["totals"][part]}
+    lines = [(kind, *(str(counts[column]) for column in ("planted", *columns))) for kind, counts in counted.items()]
     rules = ("---", *("--:" for _ in header[1:]))
-    lines = [(kind, *map(str, counts.values())) for kind, counts in report[part].items()]
-    total = ("all", *map(str, report["totals"][part].values()))
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rules, *lines, total))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rules, *lines))
