@@ -6,7 +6,7 @@ Nothing here runs code from the model folder, opens a pickle, or follows an inde
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -14,6 +14,7 @@ from typing import Any
 
 from collapse.canonical import digest, file_digest
 from collapse.errors import CheckpointError, UnsupportedError
+from collapse.quantised import Group, Quantisation, quantisation, scheme_of
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -89,6 +90,26 @@ class Checkpoint:
         """SHA-256 over the names and digests of all files that define the model."""
         return digest(dict(self.file_digests))
 
+    @cached_property
+    def quantisation(self) -> Quantisation | None:
+        """How the weights are quantised, and which tensors are one weight; None where they are not."""
+        return quantisation(scheme_of(self.config), self.tensors)
+
+    def group(self, name: str) -> Group | None:
+        """Return the quantised weight that tensor `name` is part of, None where it is none."""
+        return self.quantisation.by_tensor.get(name) if self.quantisation else None
+
+    def is_weight(self, name: str) -> bool:
+        """Whether tensor `name` stands for a weight in plans: the main one of a quantised weight, not a companion."""
+        group = self.group(name)
+        return group is None or name == group.main
+
+    def parameters(self, names: Iterable[str]) -> int:
+        """Return how many parameters the tensors hold; a quantised weight counts by its own elements, once."""
+        groups = {name: self.group(name) for name in names}
+        plain = sum(self.tensors[name].numel for name, group in groups.items() if group is None)
+        return plain + sum(group.numel for name, group in groups.items() if group is not None and name == group.main)
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of all tensors, without headers."""
@@ -129,8 +150,10 @@ class Checkpoint:
             )
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("config.json has no model_type", where=str(spec), fix="give a transformers config")
-        tensors = _read_headers(root)
-        return cls(root, root.resolve().name, config, tensors)
+        scheme_of(config)  # refused before anything is read
+        found = cls(root, root.resolve().name, config, _read_headers(root))
+        _ = found.quantisation
+        return found
 
 
 def read_json(path: Path) -> dict[str, Any]:

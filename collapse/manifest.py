@@ -13,7 +13,7 @@ from collapse.canonical import dumps, file_digest
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.plan import Plan, Record, first_problem
-from collapse.rewrite.tensors import output_tensors
+from collapse.rewrite.tensors import output_tensors, parameters_of
 
 MANIFEST = "collapse.json"
 SIGNATURE = "collapse.sig"  # over the bytes of the manifest, and so of everything that it lists
@@ -73,10 +73,11 @@ def make_manifest(
     files = {name: (known or {}).get(name) or record_of(folder / name) for name in file_names(folder)}
     kept = output_tensors(checkpoint, plan)
     after = Totals(
-        tensors=len(kept), parameters=sum(t.numel for t in kept), bytes=sum(tensor.nbytes for tensor in kept)
+        tensors=len(kept), parameters=parameters_of(checkpoint, kept), bytes=sum(tensor.nbytes for tensor in kept)
     )
     infos = checkpoint.tensors.values()
-    before = Totals(tensors=len(infos), parameters=sum(i.numel for i in infos), bytes=checkpoint.weight_bytes)
+    held = checkpoint.parameters(checkpoint.tensors)
+    before = Totals(tensors=len(infos), parameters=held, bytes=checkpoint.weight_bytes)
     gone = {name: getattr(before, name) - getattr(after, name) for name in Totals.model_fields}
     return Manifest(
         plan=plan,

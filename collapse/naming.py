@@ -11,6 +11,9 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from collapse.errors import UnsupportedError
+from collapse.quantised import Scheme, scheme_of, weight_of
+
 
 @dataclass(frozen=True)
 class Naming:
@@ -21,6 +24,7 @@ class Naming:
         prefix: what the model calls its base model; files saved from a base model lack it.
         renamings, converters: transformers' rules; a converter makes one tensor of several (experts, say).
         computed: last parts of the names of buffers that the model computes itself, whatever a file says.
+        scheme: how the files are quantised; their weights then have other names, and companions.
     """
 
     known: Mapping[str, Any] = field(default_factory=dict)
@@ -28,12 +32,19 @@ class Naming:
     renamings: tuple[WeightRenaming, ...] = ()
     converters: tuple[WeightConverter, ...] = ()
     computed: frozenset[str] = frozenset()
+    scheme: Scheme | None = None
 
     def resolve(self, name: str) -> tuple[str | None, bool]:
         """Return the model's name for a file's tensor, None where no module claims it, and whether it is merged.
 
-        A merged tensor is a part of the model's: its shape in the file is another.
+        A merged tensor is a part of the model's: its shape in the file is another. All tensors of a quantised weight
+        get the name of the weight.
         """
+        found = self._resolve(name)
+        weight = weight_of(self.scheme, name) if self.scheme else name
+        return self._resolve(weight) if found[0] is None and weight != name else found
+
+    def _resolve(self, name: str) -> tuple[str | None, bool]:
         renamed, pattern = self._renamed(name, self.renamings, self.converters)
         if renamed not in self.known and name in self.known:
             renamed, pattern = self._renamed(name, (), ())
@@ -55,4 +66,13 @@ def naming_of(model: PreTrainedModel) -> Naming:
         renamings=tuple(rule for rule in rules if isinstance(rule, WeightRenaming)),
         converters=tuple(rule for rule in rules if isinstance(rule, WeightConverter)),
         computed=frozenset(name.rpartition(".")[2] for name, _ in model.named_buffers() if name not in saved),
+        scheme=_scheme(model),
     )
+
+
+def _scheme(model: PreTrainedModel) -> Scheme | None:
+    """A scheme that is not known is for the checkpoint to refuse: what a config costs can be counted all the same."""
+    try:
+        return scheme_of(model.config.to_dict())
+    except UnsupportedError:
+        return None

@@ -326,11 +326,16 @@ def _costs(context: Context, rewritten: Program, plan: Plan, watch: Stopwatch) -
 
 
 def element_bytes(checkpoint: Checkpoint, program: Program) -> dict[str, float]:
-    """Return the bytes of an element of every tensor of the model, tied names included, as the files have it."""
+    """Return the bytes of an element of every tensor of the model, tied names included, as the files have it.
+
+    A quantised weight has the bytes of all its tensors.
+    """
     sizes: dict[str, float] = {}
     for name, info in checkpoint.tensors.items():
         model_name = program.model_name(name)
         if model_name is not None:
-            sizes.update((alias, DTYPE_BITS[info.dtype] / 8) for alias in program.aliases(model_name))
+            group = checkpoint.group(name)
+            size = DTYPE_BITS[info.dtype] / 8 if group is None else group.nbytes / group.numel
+            sizes.update((alias, size) for alias in program.aliases(model_name))
     usual = max(sizes.values(), default=4.0)
     return {name: sizes.get(name, usual) for name in program.shapes}

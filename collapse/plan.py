@@ -154,7 +154,7 @@ class Reroot(_Rewrite):
     The config of the output has the `fields` of that part of the source's (of the whole, where `config_root` is
     empty), then those of `inherits` that the whole has, then the edits of `config`, which are paths in the new config;
     other rewrites' paths are the source's. Tensors are renamed by the first pair of `names` whose left side begins
-    their name; `tensors` and `files` are left out.
+    their name, module paths in a quantization_config by those of `modules` too; `tensors` and `files` are left out.
     """
 
     kind: Literal["reroot"] = "reroot"
@@ -162,6 +162,7 @@ class Reroot(_Rewrite):
     fields: tuple[str, ...]
     inherits: tuple[str, ...] = ()
     names: tuple[tuple[str, str], ...]
+    modules: tuple[tuple[str, str], ...] = ()
     tensors: tuple[str, ...]
     files: tuple[str, ...] = ()
 

@@ -13,8 +13,9 @@ PACKAGE = Path(__file__).parent.parent / "collapse"
 LAYERS = (
     *("errors", "canonical", "replace", "config_paths", "plan", "verdict", "memory", "progress"),
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
-    *("checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
-    *("models", "growing_rope", "naming", "auto", "program", "portable", "trace", "sources", "source_model"),
+    *("quantised", "checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
+    *("models", "growing_rope", "naming", "auto", "program", "portable", "trace"),
+    *("sources", "dequantise", "source_model"),
     *("analysis", "rewrite", "passes", "manifest", "signing", "staging", "erase"),
     *("verify", "probe", "audit", "report", "runtime"),
     *(

@@ -91,13 +91,3 @@ def test_a_text_model_is_left_alone(tmp_path):
     proposal = TextOnly().propose(context_of(save_tiny("llama", tmp_path)))
     assert proposal.rewrites == ()
     assert [s.reason for s in proposal.skipped] == ["the model is a text model"]
-
-
-def test_a_quantised_checkpoint_is_left_alone(tmp_path):
-    root = save_multimodal("llava", tmp_path)
-    config = json.loads((root / "config.json").read_text())
-    (root / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
-    context = context_of(save_tiny("llama", tmp_path / "other"))
-    other = context_of(root, program=context.program)
-    (skipped,) = TextOnly().propose(other).skipped
-    assert skipped.reason.startswith("quantised")

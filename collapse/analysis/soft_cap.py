@@ -73,7 +73,7 @@ def head_of(program: Program, logits: fx.Node) -> Head | None:
 
 def largest_logit(program: Program, checkpoint: Checkpoint, head: Head) -> float | None:
     """Return a bound on every |logit|, with the head read in pieces; None where the files lack the tensors."""
-    files = {program.model_name(name): name for name in checkpoint.tensors}
+    files = {program.model_name(name): name for name in checkpoint.tensors if checkpoint.group(name) is None}
     names = [next((files[a] for a in program.aliases(n) if a in files), None) for n in (head.weight, head.gain)]
     infos = [checkpoint.tensors[name] for name in names if name is not None]
     if len(infos) < 2 or [i.shape for i in infos] != [program.shapes[n] for n in (head.weight, head.gain)]:

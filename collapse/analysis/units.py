@@ -59,6 +59,6 @@ class Channels:
 
 
 def file_names(program: Program, checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the files' name of each state-dict name whose tensor the files have whole."""
-    resolved = {name: program.naming.resolve(name) for name in checkpoint.tensors}
+    """Return the files' name of each state-dict name whose tensor the files have whole; of a quantised one its main."""
+    resolved = {name: program.naming.resolve(name) for name in checkpoint.tensors if checkpoint.is_weight(name)}
     return {str(found): name for name, (found, merged) in resolved.items() if found is not None and not merged}

@@ -62,25 +62,33 @@ class Context:
 
     @cached_property
     def tied_copies(self) -> dict[str, str]:
-        """Tensor of the files -> the tensor it is tied to and whose bytes it repeats."""
-        return dict(duplicates(self.checkpoint))
+        """Tensor of the files -> the tensor it is tied to and whose bytes it repeats; never a quantised one."""
+        copies = duplicates(self.checkpoint)
+        return {name: first for name, first in copies.items() if self.checkpoint.group(name) is None}
 
     @cached_property
     def token_tables(self) -> tuple[str, ...]:
         """Tensors of the files whose rows are token ids, without repeated copies of tied ones."""
         rows = {alias for name in token_tables(self.program) for alias in self.program.aliases(name)}
         names = (name for name in self.checkpoint.tensors if self.program.model_name(name) in rows)
-        return tuple(sorted(name for name in names if name not in self.tied_copies))
+        return tuple(sorted(name for name in names if name not in self.tied_copies and self.checkpoint.is_weight(name)))
 
     def file_names(self, name: str) -> tuple[str, ...]:
         """Return the tensors of the files that hold the model's tensor `name`; files may call it otherwise."""
         aliases = self.program.aliases(name)
-        return tuple(tensor for tensor in self.checkpoint.tensors if self.program.model_name(tensor) in aliases)
+        found = (tensor for tensor in self.checkpoint.tensors if self.program.model_name(tensor) in aliases)
+        return tuple(tensor for tensor in found if self.checkpoint.is_weight(tensor))
 
     @property
     def token_rows(self) -> int:
         """Number of rows of the token tables; 0 where there are none."""
-        return next((self.checkpoint.tensors[name].shape[0] for name in self.token_tables), 0)
+        return next((self.rows_of(name) for name in self.token_tables), 0)
+
+    def rows_of(self, name: str) -> int:
+        """Number of rows of a tensor of the files, or of the quantised weight that it is part of."""
+        group = self.checkpoint.group(name)
+        shape = self.checkpoint.tensors[name].shape if group is None else group.shape
+        return (shape or self.program.shapes[self.program.model_name(name) or name])[0]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ from typing import Any
 from collapse.analysis.config_values import config_values
 from collapse.analysis.equivalence import Different, Equal, equal_under
 from collapse.analysis.text_model import TextModel, config_root, text_models
-from collapse.errors import UnsupportedError
+from collapse.errors import PlanError, UnsupportedError
 from collapse.naming import naming_of
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Evidence, Reroot, Skipped
+from collapse.quantised import FIELD
+from collapse.rewrite.quantised import require_same_modules, with_modules
 from collapse.sequences import context_length
 from collapse.token_ids import ID_FIELD
 from collapse.trace import meta_model, trace
@@ -44,15 +46,13 @@ def propose_text_only(context: Context, name: str) -> Reroot | Skipped:
     root = config_root(context.config)
     if root is None:
         return Skipped(pass_name=name, site="model", reason="the model is a text model")
-    if "quantization_config" in context.checkpoint.config:
-        return Skipped(pass_name=name, site=root, reason="quantised: quantization_config names modules by their path")
     reason = "transformers has no causal LM with the text model's layout"
     bound = context.schema.max_tokens or context_length(dict(context.checkpoint.config))
     for model in text_models(context.config, context.program):
         verdict = _proved(context, model, bound)
         pairs = _prefixes(context, model)
         if isinstance(verdict, Equal) and pairs is not None:
-            return _reroot(context, name, model, pairs, bound)
+            return _checked(context, _reroot(context, name, model, pairs, bound), model)
         where = f" ({verdict.node})" if isinstance(verdict, Different) and verdict.node else ""
         said = f"{verdict.reason}{where}" if isinstance(verdict, Different) else "its files cannot be named so"
         reason = f"{model.class_name} has its layout, but no proof that it computes the same: {said}"
@@ -73,7 +73,8 @@ def _proved(context: Context, model: TextModel, bound: int | None) -> Equal | Di
 def _prefixes(context: Context, model: TextModel) -> tuple[tuple[str, str], ...] | None:
     """Return how the files' names begin and how the causal LM's do; None where transformers would not find them so."""
     wanted = {whole: own for own, whole in model.names.items()}
-    resolved = {tensor: context.program.naming.resolve(tensor) for tensor in context.checkpoint.tensors}
+    weights = {_weight(context, tensor) for tensor in context.checkpoint.tensors}
+    resolved = {tensor: context.program.naming.resolve(tensor) for tensor in sorted(weights)}
     targets = {tensor: (wanted[whole], merged) for tensor, (whole, merged) in resolved.items() if whole in wanted}
     plain = {tensor: own for tensor, (own, merged) in targets.items() if not merged}
     pairs = tuple(sorted({_pair(tensor, own) for tensor, own in plain.items()}, key=lambda pair: (-len(pair[0]), pair)))
@@ -83,6 +84,28 @@ def _prefixes(context: Context, model: TextModel) -> tuple[tuple[str, str], ...]
         if naming.resolve(right + tensor.removeprefix(left)) != target:
             return None
     return pairs
+
+
+def _weight(context: Context, tensor: str) -> str:
+    group = context.checkpoint.group(tensor)
+    return tensor if group is None else group.weight
+
+
+def _checked(context: Context, rewrite: Reroot, model: TextModel) -> Reroot | Skipped:
+    """Decline where a quantization_config would speak of other modules than before, by their paths in the models."""
+    config = context.checkpoint.config
+    pairs = sorted({((whole.rpartition(".")[0],), (own.rpartition(".")[0],)) for own, whole in model.names.items()})
+    try:
+        require_same_modules(config, with_modules(config, (), (rewrite,)), pairs)
+    except PlanError as error:
+        return Skipped(pass_name=rewrite.pass_name, site=rewrite.site, reason=f"quantised: {error.where} {error.what}")
+    return rewrite
+
+
+def _module_pairs(model: TextModel) -> tuple[tuple[str, str], ...]:
+    """Return how paths in the multimodal model begin, and how they do in the causal LM."""
+    pairs = {_pair(whole, own) for own, whole in model.names.items()}
+    return tuple(sorted(pairs, key=lambda pair: (-len(pair[0]), pair)))
 
 
 def _pair(old: str, new: str) -> tuple[str, str]:
@@ -104,8 +127,7 @@ def _reroot(
         grade="proved",
         claim=f"of text alone the model computes what {model.class_name} computes with the tensors that stay",
         method="the traced graphs of both, value-numbered together; what positions decide compared at every position",
-        figures={"bytes": sum(info.nbytes for info in infos), "parameters": sum(info.numel for info in infos)}
-        | lengths,
+        figures={"bytes": sum(info.nbytes for info in infos), "parameters": checkpoint.parameters(gone)} | lengths,
     )
     section = model.root if isinstance(checkpoint.config.get(model.root), dict) else ""
     given = checkpoint.config[section] if section else checkpoint.config
@@ -117,8 +139,9 @@ def _reroot(
         config=edits,
         config_root=section,
         fields=tuple(sorted(set(given) & set(model.config.to_dict()) - set(edits))),
-        inherits=INHERITED,
+        inherits=INHERITED + ((FIELD,) if checkpoint.quantisation else ()),
         names=pairs,
+        modules=_module_pairs(model) if checkpoint.quantisation else (),
         tensors=gone,
         files=tuple(file for file in checkpoint.side_files if file.endswith(PROCESSOR)),
     )

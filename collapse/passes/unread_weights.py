@@ -45,7 +45,7 @@ def propose_unread(context: Context, name: str) -> Proposal:
         _erase(context, name, site, tensors, _reason(context, tensors))
         for site, tensors in unclaimed_sites(context).items()
     ]
-    skipped: list[Skipped] = []
+    skipped = _scheme_tensors(context, name)
     for tensor in sorted(context.checkpoint.tensors):
         if context.program.model_name(tensor) in context.reachability.unread and tensor not in copies:
             reason = "no program reads it, but its module claims it: plain transformers would report it missing"
@@ -59,15 +59,48 @@ def propose_unread(context: Context, name: str) -> Proposal:
 def unclaimed_sites(context: Context) -> dict[str, tuple[str, ...]]:
     """Return site -> tensors that no module claims, by transformers' own rules for the names in files.
 
-    A site is the outermost path with unclaimed tensors only: a whole auxiliary head, or one tensor.
+    A site is the outermost path with unclaimed tensors only: a whole auxiliary head, or one tensor. The tensors of a
+    quantised weight go by its name, all to one site. What the scheme's loader may claim is left out.
     """
-    claims = {tensor: context.program.model_name(tensor) is not None for tensor in context.checkpoint.tensors}
-    alive = {path for tensor, claimed in claims.items() if claimed for path in _paths(tensor)}
+    weights = {tensor: _weight(context, tensor) for tensor in context.checkpoint.tensors}
+    claims = {tensor: context.program.model_name(tensor) is not None for tensor in weights}
+    alive = {path for tensor, claimed in claims.items() if claimed for path in _paths(weights[tensor])}
     sites: dict[str, list[str]] = {}
-    for tensor in sorted(tensor for tensor, claimed in claims.items() if not claimed):
-        site = next(path for path in _paths(tensor) if path not in alive)
+    left = frozenset(_left_to_scheme(context))
+    for tensor in sorted(tensor for tensor, claimed in claims.items() if not claimed and tensor not in left):
+        site = next(path for path in _paths(weights[tensor]) if path not in alive)
         sites.setdefault(site, []).append(tensor)
     return {site: tuple(tensors) for site, tensors in sites.items()}
+
+
+def _weight(context: Context, tensor: str) -> str:
+    group = context.checkpoint.group(tensor)
+    return tensor if group is None else group.weight
+
+
+def _left_to_scheme(context: Context) -> Iterable[str]:
+    """Yield unclaimed tensors of a quantised checkpoint that stand in a module of the model.
+
+    The traced model is the one without quantisation. A module that a loader puts in its place can have more tensors,
+    such as the scales of a quantised cache.
+    """
+    if context.checkpoint.quantisation is None:
+        return
+    weights = {tensor: _weight(context, tensor) for tensor in context.checkpoint.tensors}
+    claimed = {tensor for tensor in weights if context.program.model_name(tensor) is not None}
+    modules = {path for tensor in claimed for path in _paths(weights[tensor]) if path != weights[tensor]}
+    for tensor, weight in weights.items():
+        if tensor not in claimed and weight.rpartition(".")[0] in modules and not _is_computed(context, tensor):
+            yield tensor
+
+
+def _scheme_tensors(context: Context, name: str) -> list[Skipped]:
+    reason = "no module of the model without quantisation claims it, but the scheme's own may"
+    return [Skipped(pass_name=name, site=tensor, reason=reason) for tensor in sorted(_left_to_scheme(context))]
+
+
+def _is_computed(context: Context, tensor: str) -> bool:
+    return tensor.rpartition(".")[2] in context.program.naming.computed
 
 
 def _paths(tensor: str) -> Iterable[str]:
@@ -76,8 +109,7 @@ def _paths(tensor: str) -> Iterable[str]:
 
 
 def _reason(context: Context, tensors: tuple[str, ...]) -> str:
-    computed = context.program.naming.computed
-    if all(tensor.rpartition(".")[2] in computed for tensor in tensors):
+    if all(_is_computed(context, tensor) for tensor in tensors):
         return COMPUTED
     if all(_shares_kv(context.config, tensor) for tensor in tensors):
         return SHARED_KV
@@ -98,6 +130,6 @@ def _erase(context: Context, name: str, site: str, tensors: tuple[str, ...], rea
         grade="proved",
         claim=f"{site} is never read: {reason}",
         method="transformers' own rules for names and ties, liveness in the traced graph by tied group",
-        figures={"bytes": sum(info.nbytes for info in infos), "parameters": sum(info.numel for info in infos)},
+        figures={"bytes": sum(info.nbytes for info in infos), "parameters": context.checkpoint.parameters(tensors)},
     )
     return Erase(pass_name=name, site=site, evidence=evidence, tensors=tensors)

@@ -39,7 +39,13 @@ class Vocabulary:
 
 def _not_together(context: Context, tables: tuple[str, ...]) -> str | None:
     """Return why the tables cannot be cut by one set of ids: each of them must have a row for every id."""
-    rows = sorted({context.checkpoint.tensors[table].shape[0] for table in tables})
+    for table in tables:
+        group = context.checkpoint.group(table)
+        cut = group.cuts[0] if group else None
+        if isinstance(cut, str) or (cut is not None and cut.block > 1):
+            why = cut if isinstance(cut, str) else f"{cut.block} of its rows share a scale or word"
+            return f"{table} is quantised, and its rows cannot go one by one: {why}"
+    rows = sorted({context.rows_of(table) for table in tables})
     return f"the token tables have different numbers of rows: {rows}" if len(rows) > 1 else None
 
 

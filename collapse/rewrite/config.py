@@ -7,17 +7,20 @@ from typing import Any
 
 from collapse.config_paths import with_edits
 from collapse.errors import PlanError
-from collapse.plan import Plan, Reroot, Rewrite
+from collapse.plan import DropLayers, Plan, Reroot, Rewrite
+from collapse.rewrite.quantised import with_modules
 
 
 def config_edits(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """Return `config` with the dotted-path edits of all rewrites applied, later ones over earlier ones.
 
-    A part that is a number is the place in a list. A config is re-rooted last. Raises `PlanError` where the object or
+    A part that is a number is the place in a list. Lists of modules in a quantization_config follow the names of the
+    output. A config is re-rooted last. Raises `PlanError` where the object or
     the place in a list that an edit is about is not there; the last part may be a new field.
     """
     rooted = plan.of_kind(Reroot)
-    edited = _edited(config, [rewrite for rewrite in plan.rewrites if rewrite not in rooted])
+    renamed = with_modules(config, plan.of_kind(DropLayers), rooted)
+    edited = _edited(renamed, [rewrite for rewrite in plan.rewrites if rewrite not in rooted])
     for rewrite in rooted:
         edited = _edited(_rooted(edited, rewrite), [rewrite])
     return edited

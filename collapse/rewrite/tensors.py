@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
 from collapse.errors import PlanError
 from collapse.plan import DropLayers, Erase, IndexSet, Narrow, Plan, Reroot, ShortCircuit
+from collapse.rewrite.config import config_edits
+from collapse.rewrite.quantised import module_names, narrow_rows, require_same_modules, require_whole_groups
 
 PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, PLACEHOLDER = "F32", (4,), bytes(16)
 
@@ -72,6 +75,7 @@ def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ..
     Raises `PlanError` where the plan does not fit the checkpoint.
     """
     erased, placeholders = _erased(checkpoint, plan)
+    require_whole_groups(checkpoint, erased, placeholders, partial(output_name, plan))
     narrowed = _narrowed(checkpoint, plan)
     dropped = {name for rewrite in plan.of_kind(DropLayers) for name in rewrite.tensors}
     for name in narrowed:
@@ -83,7 +87,33 @@ def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ..
         if name not in erased or name in placeholders
     )
     _require_distinct(found)
+    _require_modules(checkpoint, plan, found)
     return found
+
+
+def _require_modules(checkpoint: Checkpoint, plan: Plan, kept: Sequence[OutputTensor]) -> None:
+    """Refuse lists of modules in a quantization_config that would speak of other modules in the output."""
+    if checkpoint.quantisation is None or not (plan.of_kind(DropLayers) or plan.of_kind(Reroot)):
+        return
+    names = {tensor.source.name: tensor.name for tensor in kept if tensor.source is not None}
+    mains = {group.main for group in checkpoint.quantisation.groups}
+    weights = [pair for pair in names.items() if pair[0] in mains or pair[0].endswith(".weight")]
+    modules = {(old.rpartition(".")[0], new.rpartition(".")[0]) for old, new in weights}
+    dropped, rooted = plan.of_kind(DropLayers), plan.of_kind(Reroot)
+    named = [module_names(dropped, rooted, old, new) for old, new in sorted(modules)]
+    require_same_modules(checkpoint.config, config_edits(checkpoint.config, plan), named)
+
+
+def parameters_of(checkpoint: Checkpoint, tensors: Sequence[OutputTensor]) -> int:
+    """Return how many parameters the output holds; a quantised weight counts by its own elements, once."""
+    total = 0
+    for tensor in tensors:
+        group = None if tensor.source is None else checkpoint.group(tensor.source.name)
+        if group is None or tensor.source is None:
+            total += tensor.numel
+        elif tensor.source.name == group.main:
+            total += group.numel * tensor.numel // tensor.source.numel
+    return total
 
 
 def output_name(plan: Plan, name: str) -> str:
@@ -172,17 +202,12 @@ def _narrowed(checkpoint: Checkpoint, plan: Plan) -> dict[str, dict[int, IndexSe
     for rewrite in plan.of_kind(Narrow):
         _require_rows(rewrite)
         for axis in rewrite.axes:
-            shape = _require_tensor(checkpoint, axis.tensor, rewrite.site).shape
-            where = f"{axis.tensor} dim {axis.dim}"
-            if not 0 <= axis.dim < len(shape):
-                raise PlanError(f"the tensor has {len(shape)} dimensions", where=where, fix="make a new plan")
-            if shape[axis.dim] != rewrite.size:
-                message = f"has {shape[axis.dim]} rows, the plan says {rewrite.size}"
-                raise PlanError(message, where=where, fix="make a new plan for this source")
-            dims = kept.setdefault(axis.tensor, {})
-            if axis.dim in dims:
-                raise PlanError("narrowed twice", where=where, fix="make a new plan")
-            dims[axis.dim] = rewrite.kept
+            _require_tensor(checkpoint, axis.tensor, rewrite.site)
+            for name, rows in narrow_rows(checkpoint, rewrite, axis.tensor, axis.dim).items():
+                dims = kept.setdefault(name, {})
+                if dims.keys() & rows.keys():
+                    raise PlanError("narrowed twice", where=f"{axis.tensor} dim {axis.dim}", fix="make a new plan")
+                dims.update(rows)
     return kept
 
 

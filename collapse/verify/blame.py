@@ -25,6 +25,7 @@ from collapse.rewrite.channels import is_channels
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.tensors import erased_names, output_name, token_narrow
+from collapse.source_model import load_plain
 from collapse.trace import quiet
 from collapse.verdict import Blamed
 from collapse.verify.compare import EQ, OTHER_SHAPE, Tolerance
@@ -158,13 +159,12 @@ def tensors_blamed(
     """Yield the tensors that the reloaded model has otherwise than the graph."""
     try:
         with quiet():
-            config = AutoConfig.from_pretrained(str(output), local_files_only=True)
-            model = auto_class(config).from_pretrained(str(output), dtype=torch.float32, local_files_only=True)
+            loaded = load_plain(Checkpoint.open(output))
     except Exception:  # that it cannot be loaded is known, and no tensor can be compared then
         return
-    there = model.state_dict()
-    files = _files(naming_of(model), source, plan)
-    for name, (origin, wanted) in expected_state(model, source, plan, program, weights).items():
+    there, naming = loaded.model.state_dict(), loaded.naming
+    files = _files(naming, source, plan)
+    for name, (origin, wanted) in expected_state(naming, source, plan, program, weights).items():
         if name not in there or there[name].shape != wanted.shape or not torch.equal(there[name], wanted):
             for part in _parts(plan, files.get(name, [origin]), there.get(name), wanted):
                 touched = [rewrite.site for rewrite in plan.rewrites if _touches(rewrite, part)]
@@ -176,7 +176,7 @@ def tensors_blamed(
 def _files(naming: Naming, source: Checkpoint, plan: Plan) -> dict[str, list[str]]:
     """Return the source's file names of each tensor of the output's model: several where transformers merges them."""
     found: dict[str, list[str]] = {}
-    for name in sorted(source.tensors.keys() - erased_names(plan)[0]):
+    for name in sorted(filter(source.is_weight, source.tensors.keys() - erased_names(plan)[0])):
         found.setdefault(str(naming.resolve(output_name(plan, name))[0]), []).append(name)
     return found
 
@@ -191,11 +191,11 @@ def _parts(plan: Plan, names: Sequence[str], there: torch.Tensor | None, wanted:
 
 
 def expected_state(
-    model: PreTrainedModel, source: Checkpoint, plan: Plan, program: Program, weights: Weights
+    naming: Naming, source: Checkpoint, plan: Plan, program: Program, weights: Weights
 ) -> dict[str, tuple[str, torch.Tensor]]:
     """Return the output's tensors by their state-dict name, each with the source's file name that it comes from."""
     rewritten = rewrite_weights(program, weights, plan)
-    names = origins(naming_of(model), source, plan, program)
+    names = origins(naming, source, plan, program)
     return {after: (name, rewritten[before].detach()) for after, (name, before) in names.items()}
 
 
@@ -250,7 +250,7 @@ def _built(source: Checkpoint, plan: Plan, program: Program, weights: Weights) -
     """Build the model of the edited config with the weights that the graph reads."""
     config = AutoConfig.for_model(**config_edits(source.config, plan))
     model = auto_class(config).from_config(config, dtype=torch.float32).eval()
-    expected = expected_state(model, source, plan, program, weights)
+    expected = expected_state(naming_of(model), source, plan, program, weights)
     state = {name: tensor for name, (_, tensor) in expected.items()}
     missing = model.load_state_dict(state, strict=False, assign=True).missing_keys
     model.tie_weights()

@@ -41,6 +41,7 @@ from collapse.verify.coverage import coverage
 from collapse.verify.job import Job, Settings, make_job
 from collapse.verify.loading import load_and_run, loading_check, not_loaded, one_line, run_source
 from collapse.verify.observe import Observation, ProgramRunner, observe
+from collapse.verify.quantised import quantised_checks
 from collapse.verify.specialised import specialised_checks
 from collapse.verify.weights import origins, weights_check
 
@@ -103,11 +104,11 @@ def _compare(
         after = load_and_run(output, new_job, None, watch, digests=reference is not None)
     except Exception as error:  # whatever stops the load or the run is the finding
         return (not_loaded(error),), None
-    loading = loading_check(after, plan, before.unexpected)
+    loading = [loading_check(after, plan, before.unexpected), *quantised_checks(source, before.way, after.way)]
     sizes = {tuple(seen.full[0].shape) for seen in (before.seen, after.seen)}
     if len(sizes) > 1:
         detail = f"the models give logits of different width: {sorted(size[1] for size in sizes)}"
-        return (loading, Check(name="logits", passed=False, detail=detail)), None
+        return (*loading, Check(name="logits", passed=False, detail=detail)), None
     findings = _against_source(job, before.seen, after.seen, plan, columns)
     if reference is not None:
         pair = Rewritten(*(reference() if callable(reference) else reference))
@@ -115,7 +116,7 @@ def _compare(
         findings.append((weights_check(after.digests, names, pair.weights), None))
         findings += _against_graph(job, new_job, pair, before.seen, after.seen, plan, columns, watch)
     examples = [example for _, example in findings if example is not None]
-    return (loading, *(check for check, _ in findings)), next(iter(examples), None)
+    return (*loading, *(check for check, _ in findings)), next(iter(examples), None)
 
 
 def allowed_difference(plan: Plan) -> float:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint with plain transformers, says what was reported of its keys, and runs a job on the model."""
+"""Loads a checkpoint with plain transformers, quantised weights as numbers, says what was reported of its keys, and runs a job on the model."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError
 from collapse.memory import release_memory
-from collapse.naming import Naming, naming_of
+from collapse.naming import Naming
 from collapse.plan import Plan, ShortCircuit
 from collapse.progress import Stopwatch
-from collapse.rewrite.tensors import erased_names
+from collapse.rewrite.tensors import erased_names, output_name
+from collapse.source_model import Way, load_plain
 from collapse.trace import quiet
 from collapse.verdict import Check
 from collapse.verify.job import Job
@@ -34,6 +34,7 @@ class Loaded:
     seen: Observation
     digests: Mapping[str, str]
     naming: Naming
+    way: Way
 
 
 def run_source(source: Checkpoint, job: Job, columns: list[int] | None, watch: Stopwatch) -> Loaded:
@@ -54,19 +55,17 @@ def load_and_run(
 ) -> Loaded:
     """Load what is in `folder`, run the job, and let the model go; raises whatever stops that."""
     with quiet():
-        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
-        model, info = auto_class(config).from_pretrained(
-            str(folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
-        )
-        _align(model)
-        found = fingerprints(model) if digests else {}
-        naming = naming_of(model) if digests else Naming()
-        seen = observe(ModelRunner(model.eval(), watch), job, columns)
-    del model
-    release_memory()
-    names = {key: tuple(sorted(str(name) for name in info.get(key, ()))) for key in info}
+        loaded = load_plain(Checkpoint.open(folder))
+        _align(loaded.model)
+        found = fingerprints(loaded.model) if digests else {}
+        naming = loaded.naming if digests else Naming()
+        seen = observe(ModelRunner(loaded.model, watch), job, columns)
+    names = {key: tuple(sorted(str(name) for name in loaded.keys[key])) for key in loaded.keys}
     missing, unexpected, mismatched = (names[f"{kind}_keys"] for kind in ("missing", "unexpected", "mismatched"))
-    return Loaded(missing, unexpected, mismatched, seen, found, naming)
+    way = loaded.way
+    del loaded
+    release_memory()
+    return Loaded(missing, unexpected, mismatched, seen, found, naming, way)
 
 
 def _align(model: PreTrainedModel) -> None:
@@ -78,7 +77,7 @@ def _align(model: PreTrainedModel) -> None:
 def loading_check(after: Loaded, plan: Plan, inherited: Sequence[str]) -> Check:
     """Unexpected keys are fine only where the plan declares them, or the source has the same."""
     kept = {n for rewrite in plan.of_kind(ShortCircuit) if rewrite.stage != "erase" for n in rewrite.tensors}
-    declared = kept | erased_names(plan)[1] | set(inherited)
+    declared = kept | erased_names(plan)[1] | {new for name in inherited for new in (name, output_name(plan, name))}
     strange = [name for name in after.unexpected if name not in declared]
     figures: dict[str, float | int | str] = {
         "missing": len(after.missing),

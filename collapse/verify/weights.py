@@ -42,7 +42,7 @@ def origins(naming: Naming, source: Checkpoint, plan: Plan, program: Program) ->
     """Return, by the output model's tensor names, the source's file name and the graph's name of each."""
     gone = erased_names(plan)[0]
     found: dict[str, tuple[str, str]] = {}
-    for name in source.tensors:
+    for name in filter(source.is_weight, source.tensors):
         before, after = program.model_name(name), naming.resolve(output_name(plan, name))[0]
         if name not in gone and before is not None and after is not None:
             found[after] = (name, before)
