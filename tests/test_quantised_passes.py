@@ -9,17 +9,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from collapse.analysis.channels import channels_of, narrow_channels
+from collapse.analysis.experts import Experts, drop_experts, experts_of
 from collapse.analysis.flops import cost
 from collapse.analysis.layers import Layers, drop_layers, layer_lists
+from collapse.analysis.units import Channels
 from collapse.checkpoint import Checkpoint
+from collapse.dequantise import plain_tensors
 from collapse.manifest import load_manifest
 from collapse.options import Options
 from collapse.passes.text_only import TextOnly
 from collapse.passes.unread_weights import UnreadWeights
 from collapse.passes.vocabulary import Vocabulary
 from collapse.pipeline import element_bytes, export
-from collapse.plan import DropLayers, Plan, Reroot
+from collapse.plan import DropLayers, IndexSet, Plan, Reroot, Skipped
 from collapse.probe import probe
+from collapse.rewrite.quantised import refusal
 from collapse.schema import InputSchema
 from collapse.source_model import load_plain
 from collapse.trace import load_config, trace
@@ -150,6 +155,57 @@ def test_layers_are_found_and_dropped_by_their_names_in_the_files(source, traced
     rewrite = drop_layers(layers, [0, 2], checkpoint, config, PROVED, "layers")
     assert isinstance(rewrite, DropLayers)
     assert set(rewrite.tensors) == {name for name in checkpoint.tensors if name.startswith("model.layers.1.")}
+
+
+MIXTURE = dict(num_local_experts=4, num_hidden_layers=2, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    return trace(tiny_config("mixtral", **SIZES, **MIXTURE), dynamic=False)
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "awq"])
+def test_experts_of_a_mixture_go_as_groups(mixture, scheme, tmp_path):
+    checkpoint, plain = save_quantised(scheme, tmp_path / "source", kind="mixtral", **MIXTURE)
+    program = replace(mixture, naming=replace(mixture.naming, scheme=checkpoint.quantisation.scheme))
+    config, kept = load_config(checkpoint), IndexSet.of([1, 2, 3])
+    chosen = [(e, kept) for n in range(2) for e in experts_of(program, checkpoint, f"model.layers.{n}")]
+    assert all(isinstance(experts, Experts) for experts, _ in chosen)
+    rewrites = drop_experts(chosen, program, checkpoint, config, PROVED, "experts")
+    assert not isinstance(rewrites, Skipped)
+    out = write(checkpoint, plan_for(checkpoint, *rewrites), tmp_path / "out")
+    assert out.config["num_local_experts"] == 3
+    found, start = dict(plain_tensors(out)), chosen[0][0].prefix
+    for name, tensor in found.items():
+        number = name.removeprefix(start).partition(".")[0]
+        origin = f"{start}{int(number) + 1}{name.removeprefix(start + number)}" if name.startswith(start) else name
+        if name.startswith(start) or ("experts" not in name and "gate" not in name):
+            assert torch.equal(tensor, plain[origin].float()), name
+    load_plain(out)  # no size is another than the config's
+
+
+def test_neurons_go_by_whole_blocks(source, traced, tmp_path):
+    checkpoint = source("fp8")
+    program, config = context(checkpoint, traced).program, load_config(checkpoint)
+    neurons = [
+        channels
+        for n in range(3)
+        for channels in channels_of(program, checkpoint, f"model.layers.{n}")
+        if isinstance(channels, Channels) and channels.kind == "neurons"
+    ]
+    assert [channels.size for channels in neurons] == [64] * 3
+    whole = narrow_channels([(c, range(16, 64)) for c in neurons], program, config, PROVED, "neurons")
+    assert not isinstance(whole, Skipped) and refusal(checkpoint, whole) is None
+    out = write(checkpoint, plan_for(checkpoint, *whole), tmp_path / "out")
+    before, after = dict(plain_tensors(checkpoint)), dict(plain_tensors(out))
+    for layer in range(3):
+        up, down = (f"model.layers.{layer}.mlp.{name}_proj.weight" for name in ("up", "down"))
+        assert torch.equal(after[up], before[up][16:]) and torch.equal(after[down], before[down][:, 16:])
+    load_plain(out)
+    torn = narrow_channels([(c, range(8, 64)) for c in neurons], program, config, PROVED, "neurons")
+    assert not isinstance(torn, Skipped)
+    assert "do not begin and end between blocks of 16" in str(refusal(checkpoint, torn))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -1,4 +1,4 @@
-"""Loads a checkpoint with plain transformers, quantised weights as numbers, says what was reported of its keys, and runs a job on the model."""
+"""Loads a checkpoint as numbers, says what transformers reported of its keys, and runs a job on the model."""
 
 from __future__ import annotations
 
