@@ -149,7 +149,9 @@ def _scaled(scheme: Scheme, group: Group, parts: Parts) -> torch.Tensor:
     zeros = parts.get("weight_zero_point")
     if zeros is not None:
         weight = weight - _spread(scheme, zeros.float(), weight.shape, parts)
-    return weight * _spread(scheme, parts[group.form.required[0]].float(), weight.shape, parts)
+    scales = parts[group.form.required[0]]
+    numbers = (scales.float() - 127).exp2() if scales.dtype is torch.uint8 else scales.float()  # bytes are exponents
+    return weight * _spread(scheme, numbers, weight.shape, parts)
 
 
 def _spread(scheme: Scheme, scales: torch.Tensor, shape: torch.Size, parts: Parts) -> torch.Tensor:

@@ -12,11 +12,14 @@ from safetensors.torch import load_file, save_file
 from collapse.checkpoint import Checkpoint
 from collapse.dequantise import plain_tensors
 from collapse.errors import CheckpointError, PlanError, UnsupportedError
+from collapse.naming import naming_of
 from collapse.plan import Axis, DropLayers, IndexSet, Narrow, Reroot
 from collapse.quantised.modules import Selector, module_lists
-from collapse.rewrite.quantised import module_names, require_same_modules, with_modules
+from collapse.rewrite.module_lists import module_names, require_same_modules, with_modules
 from collapse.rewrite.tensors import output_tensors
 from collapse.source_model import load_plain, way_of
+from collapse.trace import meta_model
+from tests.architectures import tiny_config
 from tests.quantised_models import EXCLUDED, LISTED, WRITERS, packed, plain_model, save_quantised
 from tests.tiny import PROVED, erase, export, plan_for, state
 
@@ -184,7 +187,21 @@ def edited(checkpoint: Checkpoint, root, quantization=None, tensors=None) -> Non
         ({"quant_method": "gptq", "bits": 3}, "bits 3 is not known"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv'"),
-        ({"quant_method": "compressed-tensors", "quantization_status": "frozen"}, "quantization_status 'frozen'"),
+        ({"quant_method": "gptq", "bits": 4, "pack_dtype": "int64"}, "pack_dtype 'int64'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*": {"bits": 8}}}, "dynamic '\\+:"),
+        ({"quant_method": "compressed-tensors", "quantization_status": "initialized"}, "status 'initialized'"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparse-24-bitmask",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"g": {"weights": {"num_bits": 4}}},
+            },
+            "format 'nvfp4-pack-quantized'",
+        ),
         ({"quant_method": "fp8", "weight_block_size": 3}, "weight_block_size 3"),
     ],
 )
@@ -312,8 +329,10 @@ def test_towers_leave_the_lists_with_their_tensors():
     )  # fmt: skip
     entries = ["model.vision_tower", "vision_tower.blocks.0", "lm_head", "model.language_model.layers.0", "mlp.gate"]
     config = {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": [*entries, "re:.*visual.*"]}}
-    found = with_modules(config, [], [rooted])["quantization_config"]["modules_to_not_convert"]
-    assert found == ["lm_head", "model.layers.0", "mlp.gate", "re:.*visual.*"]
+    config["quantization_config"]["block_name_to_quantize"] = "model.language_model.layers"
+    found = with_modules(config, [], [rooted])["quantization_config"]
+    assert found["modules_to_not_convert"] == ["lm_head", "model.layers.0", "mlp.gate", "re:.*visual.*"]
+    assert found["block_name_to_quantize"] == "model.layers"
 
 
 def read(checkpoint: Checkpoint, name: str) -> torch.Tensor:
@@ -389,3 +408,37 @@ def test_other_widths_and_the_second_format_of_gptq(tmp_path, bits):
     assert torch.equal(read(checkpoint, "a.weight"), expected)
     out = export(checkpoint, plan_for(checkpoint, narrow("a.qweight", 1, 32, (16, 32))), tmp_path / "out")
     assert torch.equal(read(out, "a.weight"), expected[:, 16:])  # one group: its channels can go
+
+
+def test_numbers_of_dropped_layers_and_of_dropped_experts_both_follow():
+    entries = ["model.layers.2.mlp.experts.3.w1", "model.layers.2.mlp.experts.0", "model.layers.0.mlp", "mlp.experts.3"]
+    layers = DropLayers(
+        **{"pass": "test"}, site="model.layers", evidence=PROVED, tensors=(), size=3, prefix="model.layers.",
+        kept=IndexSet.of([0, 2]),
+    )  # fmt: skip
+    path = "model.layers.2.mlp.experts"
+    experts = layers.model_copy(update={"site": path, "prefix": f"{path}.", "size": 4, "kept": IndexSet.of([1, 2, 3])})
+    config = {"quantization_config": {"quant_method": "fp8", "modules_to_not_convert": entries}}
+    for order in ([layers, experts], [experts, layers]):
+        found = with_modules(config, order, [])["quantization_config"]["modules_to_not_convert"]
+        assert found == ["model.layers.1.mlp.experts.2.w1", "model.layers.0.mlp", "mlp.experts.3"]
+
+
+def test_a_scheme_that_is_not_known_does_not_stop_the_counting_of_a_config():
+    config = tiny_config("llama", quantization_config={"quant_method": "quip"})
+    assert naming_of(meta_model(config)).scheme is None
+
+
+def test_scales_can_be_exponents(tmp_path):
+    weight, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.tensor([[129]], dtype=torch.uint8)
+    values = {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"}
+    checkpoint = bare(tmp_path / "source", values, {"a.weight": weight, "a.weight_scale_inv": scale})
+    assert torch.equal(read(checkpoint, "a.weight"), torch.full((16, 16), 4.0))
+
+
+def test_a_weight_that_only_simulates_quantisation_is_refused(tmp_path):
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}
+    values = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {"g": group}}
+    tensors = {"a.weight": torch.ones(4, 4).half(), "a.weight_scale": torch.ones(4, 1)}
+    with pytest.raises(UnsupportedError, match=r"a\.weight: is F16 and yet has a\.weight_scale"):
+        bare(tmp_path / "source", values, tensors)

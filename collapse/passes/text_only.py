@@ -15,7 +15,7 @@ from collapse.naming import naming_of
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Evidence, Reroot, Skipped
 from collapse.quantised import FIELD
-from collapse.rewrite.quantised import require_same_modules, with_modules
+from collapse.rewrite.module_lists import require_same_modules, with_modules
 from collapse.sequences import context_length
 from collapse.token_ids import ID_FIELD
 from collapse.trace import meta_model, trace

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 from collapse.quantised.scheme import Form, Scheme
 
@@ -28,21 +29,20 @@ class Cut:
     tensors: Mapping[str, tuple[int, int]]
 
 
-def weight_shape(scheme: Scheme, form: Form, shapes: Mapping[str, Shape]) -> tuple[Shape | None, int]:
-    """Return the weight's sizes and number of elements; no sizes where only the bytes of its tensors tell them."""
+def weight_shape(scheme: Scheme, form: Form, shapes: Mapping[str, Shape], nbytes: int) -> tuple[Shape | None, int]:
+    """Return the weight's sizes and number of elements; no sizes where only the bytes of its tensors tell them.
+
+    `nbytes` is the size of the main tensor, which a word that is not full can make larger than its elements ask for.
+    """
     main = shapes[form.main]
-    numel = 1
-    for size in main:
-        numel *= size
+    count = nbytes * 8 // scheme.bits if scheme.bits and form.main != "weight" else prod(main)
     if scheme.method == "gptq":
-        return (main[1], main[0] * 32 // scheme.bits), 0
+        return (main[1], main[0] * 32 // scheme.bits), count
     if scheme.method == "awq":
-        return (main[1] * 32 // scheme.bits, main[0]), 0
+        return (main[1] * 32 // scheme.bits, main[0]), count
     if scheme.method == "bitsandbytes-4bit":
-        return None, numel * 2
-    if form.main == "weight_packed":
-        return None, numel * 32 // scheme.bits
-    return main, numel
+        return None, nbytes * 2
+    return (None if form.main == "weight_packed" else main), count
 
 
 def cuts(scheme: Scheme, form: Form, shapes: Mapping[str, Shape]) -> dict[int, Cut | str]:

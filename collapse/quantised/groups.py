@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from typing import Protocol
 
 from collapse.errors import CheckpointError, UnsupportedError
@@ -140,13 +139,17 @@ def _group(scheme: Scheme, form: Form, stem: str, tensors: Mapping[str, Stored])
         raise CheckpointError(reason, where=stem + form.main, fix=_FETCH)
     parts = [part for part in (form.main, *form.companions) if stem + part in tensors]
     shapes = {part: tensors[stem + part].shape for part in parts}
-    shape, numel = weight_shape(scheme, form, shapes)
+    main = tensors[stem + form.main]
+    if form.main == form.logical and not _is_low(main.dtype) and scheme.method != "bitsandbytes-4bit":
+        reason = f"is {main.dtype} and yet has {stem}{form.required[0]}: its values are not quantised ones"
+        raise UnsupportedError(reason, where=stem + form.main, fix="give a checkpoint that was saved compressed")
+    shape, numel = weight_shape(scheme, form, shapes, main.nbytes)
     return Group(
         stem=stem,
         form=form,
         companions=tuple(stem + part for part in parts[1:]),
         shape=shape,
-        numel=numel if shape is None else prod(shape),
+        numel=numel,
         nbytes=sum(tensors[stem + part].nbytes for part in parts),
         cuts=cuts(scheme, form, shapes),
     )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 LISTS = ("modules_to_not_convert", "ignored_layers", "llm_int8_skip_modules", "modules_to_convert", "ignore")
+PATHS = ("block_name_to_quantize", "module_name_preceding_first_block")  # which name modules of the model itself
 KEYED = ("dynamic",)  # its keys are expressions, after a sign and a colon
 _SPECIAL = re.compile(r"[\\*+?\[\](){}|^$]")
 Rename = Callable[[str], str | None]
@@ -43,10 +44,15 @@ def renamed(values: Mapping[str, Any], rename: Rename) -> dict[str, Any]:
         if path in LISTS:
             result[path] = _renamed(entries, rename)
         elif path not in KEYED:
-            _, name, _ = path.split(".")
+            name = path.removeprefix("config_groups.").removesuffix(".targets")
             groups = dict(result["config_groups"])
             groups[name] = {**groups[name], "targets": _renamed(entries, rename)}
             result["config_groups"] = groups
+    for name in PATHS:
+        if isinstance(values.get(name), str):
+            result[name] = rename(values[name]) or values[name]
+        elif isinstance(values.get(name), list):
+            result[name] = _renamed(values[name], rename)
     return result
 
 

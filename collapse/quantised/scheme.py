@@ -132,8 +132,6 @@ def _read_fp8(method: str, path: str, values: Mapping[str, Any]) -> Scheme:
     block = values.get("weight_block_size")
     if block is not None and not (isinstance(block, list | tuple) and len(block) == 2):
         raise _unknown(path, "weight_block_size", block)
-    if values.get("scale_fmt") not in {None, "float"}:
-        raise _unknown(path, "scale_fmt", values["scale_fmt"])
     return Scheme(method, path, values, block=(int(block[0]), int(block[1])) if block else None)
 
 
@@ -144,6 +142,8 @@ def _read_gptq(method: str, path: str, values: Mapping[str, Any]) -> Scheme:
     style = values.get("checkpoint_format", values.get("format", "gptq"))
     if style not in {"gptq", "gptq_v2"}:
         raise _unknown(path, "checkpoint_format", style)
+    if values.get("pack_dtype", "int32") != "int32":
+        raise _unknown(path, "pack_dtype", values["pack_dtype"])
     for key, changes in (values.get("dynamic") or {}).items():
         if isinstance(changes, Mapping) and changes.keys() & {"bits", "group_size", "sym"}:
             raise _unknown(path, "dynamic", key)
@@ -151,7 +151,7 @@ def _read_gptq(method: str, path: str, values: Mapping[str, Any]) -> Scheme:
 
 
 def _read_awq(method: str, path: str, values: Mapping[str, Any]) -> Scheme:
-    bits, version = values.get("bits", values.get("w_bit")), values.get("version", values.get("format", "gemm"))
+    bits, version = values.get("bits", values.get("w_bit")), values.get("version") or values.get("format", "gemm")
     if bits != 4:
         raise _unknown(path, "bits", bits)
     if str(version).lower() != "gemm":
@@ -165,7 +165,7 @@ def _read_bnb(method: str, path: str, values: Mapping[str, Any]) -> Scheme:
 
 def _read_compressed(method: str, path: str, values: Mapping[str, Any]) -> Scheme:
     status = values.get("quantization_status", "compressed")
-    if status != "compressed":
+    if status not in {"compressed", "frozen"}:  # early files that are compressed say frozen
         raise _unknown(path, "quantization_status", status)
     sparse = (values.get("sparsity_config") or {}).get("format", "dense")
     if sparse != "dense":

@@ -8,7 +8,7 @@ from typing import Any
 from collapse.config_paths import with_edits
 from collapse.errors import PlanError
 from collapse.plan import DropLayers, Plan, Reroot, Rewrite
-from collapse.rewrite.quantised import with_modules
+from collapse.rewrite.module_lists import with_modules
 
 
 def config_edits(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
 from collapse.errors import PlanError
 from collapse.plan import DropLayers, Erase, IndexSet, Narrow, Plan, Reroot, ShortCircuit
 from collapse.rewrite.config import config_edits
-from collapse.rewrite.quantised import module_names, narrow_rows, require_same_modules, require_whole_groups
+from collapse.rewrite.module_lists import require_modules
+from collapse.rewrite.quantised import narrow_rows, require_whole_groups
 
 PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, PLACEHOLDER = "F32", (4,), bytes(16)
 
@@ -87,21 +88,10 @@ def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ..
         if name not in erased or name in placeholders
     )
     _require_distinct(found)
-    _require_modules(checkpoint, plan, found)
+    names = {tensor.source.name: tensor.name for tensor in found if tensor.source is not None}
+    edited = config_edits(checkpoint.config, plan) if checkpoint.quantisation else {}
+    require_modules(checkpoint, edited, names, plan.of_kind(DropLayers), plan.of_kind(Reroot))
     return found
-
-
-def _require_modules(checkpoint: Checkpoint, plan: Plan, kept: Sequence[OutputTensor]) -> None:
-    """Refuse lists of modules in a quantization_config that would speak of other modules in the output."""
-    if checkpoint.quantisation is None or not (plan.of_kind(DropLayers) or plan.of_kind(Reroot)):
-        return
-    names = {tensor.source.name: tensor.name for tensor in kept if tensor.source is not None}
-    mains = {group.main for group in checkpoint.quantisation.groups}
-    weights = [pair for pair in names.items() if pair[0] in mains or pair[0].endswith(".weight")]
-    modules = {(old.rpartition(".")[0], new.rpartition(".")[0]) for old, new in weights}
-    dropped, rooted = plan.of_kind(DropLayers), plan.of_kind(Reroot)
-    named = [module_names(dropped, rooted, old, new) for old, new in sorted(modules)]
-    require_same_modules(checkpoint.config, config_edits(checkpoint.config, plan), named)
 
 
 def parameters_of(checkpoint: Checkpoint, tensors: Sequence[OutputTensor]) -> int:
