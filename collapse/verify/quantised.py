@@ -18,8 +18,8 @@ def quantised_checks(source: Checkpoint, before: Way, after: Way) -> tuple[Check
     if source.quantisation is None:
         return ()
     ways = {"source": before, "output": after}
-    said = "; ".join(f"{whose}'s by {WAYS[way]}" for whose, way in ways.items())
-    detail = f"both by {WAYS[before]}" if before == after else said
+    same = f"source and output by {WAYS[before]}"
+    detail = same if before == after else "; ".join(f"{side} by {WAYS[way]}" for side, way in ways.items())
     groups = source.quantisation.groups
     figures: dict[str, float | int | str] = {"groups": len(groups), "method": source.quantisation.scheme.method, **ways}
-    return (Check(name="quantised weights", passed=True, detail=f"made numbers {detail}", figures=figures),)
+    return (Check(name="quantised weights", passed=True, detail=f"read as numbers: {detail}", figures=figures),)
