@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from collapse import Options, export, load, make_plan
+from collapse.analysis.call_sizes import LAST_ROWS
 from collapse.checkpoint import Checkpoint
 from collapse.corpus import builtin_corpus
 from collapse.errors import OutputError, PlanError
@@ -72,7 +73,8 @@ def test_what_the_graph_alone_saves_is_counted_apart_and_verified(result):
     graph, figures = result.report.graph, result.report.after
     assert graph.prefill_flops_before == figures.prefill_flops
     d, h, s, f, prompt = 16, 4, 4, 24, 32
-    last_layer = (prompt - 1) * 2 * (2 * d * h * s + 3 * d * f) + 4 * h * s * (prompt - 1) * prompt
+    gone = prompt - LAST_ROWS
+    last_layer = gone * 2 * (2 * d * h * s + 3 * d * f) + 4 * h * s * gone * prompt
     assert graph.prefill_flops_before - graph.prefill_flops_after == last_layer
     assert graph.nodes_after < graph.nodes_before
     checks = {check.name: check.passed for check in result.report.verified.checks}
