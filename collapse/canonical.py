@@ -11,9 +11,12 @@ from typing import Any
 CHUNK = 1 << 22
 
 
-def dumps(value: Any) -> str:
-    """Return `value` as JSON with sorted keys and a final newline, the form in which every file is written."""
-    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+def dumps(value: Any, *, infinite: bool = False) -> str:
+    """Return `value` as JSON with sorted keys and a final newline, the form in which every file is written.
+
+    Numbers that JSON lacks are an error unless `infinite` says that their source has them (configs of Mamba do).
+    """
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=infinite) + "\n"
 
 
 def digest(value: Any) -> str:

@@ -9,12 +9,15 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from collapse.canonical import digest, file_digest
-from collapse.errors import CheckpointError, UnsupportedError
+from collapse.canonical import digest
+from collapse.errors import CheckpointError
+from collapse.hashing import file_digests
 from collapse.quantised import Group, Quantisation, quantisation, scheme_of
+from collapse.untrusted import check_config, no_duplicates, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -24,6 +27,8 @@ DTYPE_BITS: Mapping[str, int] = {
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+MAX_RANK = 64
+SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf")
 
 
@@ -74,14 +79,14 @@ class Checkpoint:
     def file_digests(self) -> Mapping[str, str]:
         """SHA-256 of every file that defines the model: weights, config, tokenizer, templates."""
         names = (*self.weight_files, *self.side_files)
-        return {name: file_digest(self.root / name) for name in names}
+        return dict(zip(names, file_digests([self.root / name for name in names]), strict=True))
 
     @cached_property
     def side_files(self) -> tuple[str, ...]:
         """Names of the non-weight files that travel with the model, sorted."""
         names = []
         for path in sorted(self.root.iterdir()):
-            if path.is_file() and path.suffix in {".json", ".jinja", ".model", ".txt"} and path.name != INDEX:
+            if path.is_file() and path.suffix in SIDE_SUFFIXES and not _is_index(path.name):
                 names.append(path.name)
         return tuple(name for name in names if name not in {"collapse.json", "report.json"})
 
@@ -143,11 +148,9 @@ class Checkpoint:
             raise CheckpointError("no such model directory", where=str(spec), fix="give a directory with config.json")
         if not (root / "config.json").is_file():
             raise CheckpointError("no config.json", where=str(spec), fix="give the directory of a Hugging Face model")
+        _refuse_links(root)
         config = read_json(root / "config.json")
-        if "auto_map" in config:
-            raise UnsupportedError(
-                "config.json asks for remote code (auto_map)", where=str(spec), fix="collapse never runs it"
-            )
+        check_config(config, str(spec))
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("config.json has no model_type", where=str(spec), fix="give a transformers config")
         scheme_of(config)  # refused before anything is read
@@ -156,26 +159,13 @@ class Checkpoint:
         return found
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raises `CheckpointError` with the line where it breaks."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"not valid JSON ({error})", where=str(path), fix="fetch the file again") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    if not isinstance(value, dict):
-        raise CheckpointError("not a JSON object", where=str(path), fix="fetch the file again")
-    return value
-
-
 def _read_headers(root: Path) -> dict[str, TensorInfo]:
     indexed = root / INDEX
     if indexed.is_file():
-        weight_map = read_json(indexed).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError("no weight_map", where=str(indexed), fix="fetch the index again")
-        files = sorted({_safe_name(root, str(name), indexed) for name in weight_map.values()})
+        weight_map = read_json(indexed, MAX_HEADER).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_name, weight_map.values())):
+            raise CheckpointError("no weight_map of names to files", where=str(indexed), fix="fetch the index again")
+        files = sorted({_safe_name(root, name, indexed) for name in set(weight_map.values())})
     elif (root / SINGLE).is_file():
         weight_map, files = None, [_safe_name(root, SINGLE, root)]
     else:
@@ -217,10 +207,31 @@ def _safe_name(root: Path, name: str, where: Path) -> str:
     return name
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_index(name: str) -> bool:
+    """Whether a file says which weight files there are: ours is written anew, and others' would be of other files."""
+    return name.endswith(".index.json") or (".index." in name and name.endswith(".json"))
+
+
+def _refuse_links(root: Path) -> None:
+    """Refuse files that travel with a model and lie elsewhere: a copy would carry off what may be anybody's."""
+    for path in sorted(root.iterdir()):
+        if path.suffix not in SIDE_SUFFIXES:
+            continue
+        if path.is_symlink() and not _within_cache(path, root):
+            raise CheckpointError(f"{path.name} is a link out of the model", where=str(root), fix="do not trust it")
+        if not path.is_file():
+            raise CheckpointError(f"{path.name} is missing or no plain file", where=str(root), fix="remove it")
+
+
 def _within_cache(path: Path, root: Path) -> bool:
     """A hub cache links `snapshots/<revision>/<name>` to `blobs/<digest>` two levels up; nothing else is followed."""
-    target = path.resolve()
-    return target.is_relative_to(root.resolve()) or target.parent == root.resolve().parent.parent / "blobs"
+    target, home = path.resolve(), root.resolve()
+    cached = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    return cached or target.is_relative_to(home)
 
 
 def _refuse_strays(root: Path, files: list[str]) -> None:
@@ -264,42 +275,41 @@ def header_entries(path: Path, name: str) -> tuple[int, tuple[TensorInfo, ...]]:
             raise CheckpointError("the safetensors header is damaged or cut short", where=name, fix="fetch it again")
         raw = stream.read(length)
     try:
-        header = json.loads(raw, object_pairs_hook=_no_duplicates)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the safetensors header is damaged ({error})", where=name, fix="fetch it again"
         ) from None
-    if not isinstance(header, dict):
-        raise CheckpointError("the safetensors header is no object", where=name, fix="fetch it again")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError("the safetensors header is no map of tensors", where=name, fix="fetch it again")
     base = 8 + length
     infos = (_tensor_info(key, entry, name, base) for key, entry in header.items())
     return base, tuple(sorted(infos, key=lambda info: (info.start, info.stop)))
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name stands twice")
-    return result
-
-
 def _tensor_info(name: str, entry: Any, file: str, base: int) -> TensorInfo:
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop)) and DTYPE_BITS[dtype] > 0
+        name.encode()
     except (TypeError, KeyError, ValueError):
         whole = False
-    if not whole or dtype not in DTYPE_BITS:
+    if not whole:
         raise CheckpointError(
             f"the entry of {name} is damaged or of an unknown dtype", where=file, fix="fetch it again"
         )
     info = TensorInfo(name, dtype, shape, file, base + start, base + stop)
-    if info.numel * DTYPE_BITS[dtype] != info.nbytes * 8:
+    if _overflows(shape) or info.numel * DTYPE_BITS[dtype] != info.nbytes * 8:
         raise CheckpointError(
             f"the size of {name} does not match its dtype and shape", where=file, fix="fetch it again"
         )
     return info
+
+
+def _overflows(shape: tuple[int, ...]) -> bool:
+    """Whether a library that counts elements in 64 bits would lose count, even where a size is 0."""
+    return len(shape) > MAX_RANK or prod(size for size in shape if size) >= 1 << 63
 
 
 def same_file(left: Path, right: Path) -> bool:

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+LONGEST = 2000  # characters; names come from files, and a file may name anything
+
+
+def _one_line(text: str) -> str:
+    """Return `text` as one line that any terminal shows as it stands."""
+    line = " ".join(text.split())
+    if len(line) > LONGEST:
+        line = f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+
 
 class CollapseError(Exception):
     """A mistake in what the user gave us; the command line prints it as one line and exits with `exit_code`.
@@ -17,7 +27,7 @@ class CollapseError(Exception):
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         self.what, self.where, self.fix = what, where, fix
         located = f"{where}: {what}" if where else what
-        super().__init__(" ".join((f"{located}; {fix}" if fix else located).split()))
+        super().__init__(_one_line(f"{located}; {fix}" if fix else located))
 
 
 class SchemaError(CollapseError):

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from collapse.bpe import Pair, byte_alphabet, fallback_alphabet, ranks_of
 from collapse.errors import CheckpointError, UnsupportedError
+from collapse.untrusted import MAX_TOKENIZER, read_bounded
 
 TOKENIZER = "tokenizer.json"
 LEGACY = (
@@ -24,6 +25,7 @@ LEGACY = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
+DAMAGE = (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError)  # what bad JSON values lead to
 Flavour = Literal["byte-level", "byte-fallback"]
 
 
@@ -141,7 +143,7 @@ class TokenizerFile:
             others = [name for name in LEGACY if (root / name).is_file()]
             what = f"no {TOKENIZER}" + (f", only {', '.join(others)}" if others else "")
             raise UnsupportedError(what, where=root.name, fix="save the tokenizer with save_pretrained first")
-        return cls.from_bytes(path.read_bytes())
+        return cls.from_bytes(read_bounded(path, MAX_TOKENIZER))
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> TokenizerFile:
@@ -151,20 +153,34 @@ class TokenizerFile:
         dropout, for prefixes or suffixes of subwords, and for byte fallback without all 256 bytes.
         """
         try:
-            data = json.loads(raw)
-            model = data["model"]
-            _refuse_other_models(model)
-            vocab, merges = model["vocab"], tuple(_pair(merge) for merge in model["merges"])
-            added = tuple(_added(entry) for entry in data.get("added_tokens") or ())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            file = _parsed(raw)
+            _check_ids(file)
+            _check_merges(file)
+            tuple(file.named_ids())  # so that later readers may rely on the form of every part
+            _ = file.markers
+        except DAMAGE as error:
             raise CheckpointError(
                 f"damaged ({type(error).__name__}: {error})", where=TOKENIZER, fix="fetch it again"
             ) from None
-        file = cls(data, vocab, merges, added, _flavour(data), raw)
-        _check_ids(file)
-        _check_merges(file)
         _check_bytes(file)
         return file
+
+
+def _parsed(raw: bytes) -> TokenizerFile:
+    data = json.loads(raw.decode("utf-8"))
+    model = data["model"]
+    _refuse_other_models(model)
+    vocab, merges = _vocab(model["vocab"]), tuple(_pair(merge) for merge in model["merges"])
+    added = tuple(_added(entry) for entry in data.get("added_tokens") or ())
+    return TokenizerFile(data, vocab, merges, added, _flavour(data), raw)
+
+
+def _vocab(given: Mapping[str, Any]) -> Mapping[str, int]:
+    for token, number in given.items():
+        token.encode()  # a lone surrogate is no text
+        if type(number) is not int or not 0 <= number < 1 << 31:
+            raise ValueError(f"{token!r} has the id {number!r}")
+    return given
 
 
 def check_decoder(file: TokenizerFile, name: str, settings: Mapping[str, Any]) -> None:
@@ -196,6 +212,8 @@ def _unfold(part: Any, inner: str) -> Iterator[Mapping[str, Any]]:
 
 def _pair(merge: str | list[str]) -> Pair:
     left, right = merge.split(" ") if isinstance(merge, str) else merge
+    if not (isinstance(left, str) and isinstance(right, str)):
+        raise TypeError(f"{merge!r} is no pair of tokens")
     return left, right
 
 

@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).parent.parent / "collapse"
 
 # Earliest first. `collapse` itself is the package's `__init__`, the interface for Python users.
 LAYERS = (
-    *("errors", "canonical", "replace", "config_paths", "plan", "verdict", "memory", "progress"),
+    *("errors", "canonical", "hashing", "disk", "untrusted", "replace", "config_paths"),
+    *("plan", "verdict", "memory", "progress"),
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
     *("quantised", "checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
     *("models", "growing_rope", "naming", "auto", "program", "portable", "trace"),

@@ -14,11 +14,11 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from collapse.analysis.flops import Cost, calls, cost, matrix_work
 from collapse.analysis.sizes import Call, sizes_stand_out
-from collapse.checkpoint import read_json
 from collapse.errors import CheckpointError, UnsupportedError
 from collapse.portable import portable
 from collapse.program import Program
 from collapse.trace import CACHE_ARGUMENTS, cache_argument, meta_model, quiet, trace
+from collapse.untrusted import check_config, read_json
 
 POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 PRIMES = tuple(n for n in range(17, 400) if all(n % d for d in range(2, 20)) or n in (17, 19))
@@ -44,11 +44,7 @@ def config_only(path: str | Path) -> PreTrainedConfig:
     file = root if root.is_file() else root / "config.json"
     if not file.is_file():
         raise CheckpointError("no config.json", where=str(path), fix="give the directory of a Hugging Face model")
-    content = read_json(file)
-    if "auto_map" in content:
-        raise UnsupportedError(
-            "config.json asks for remote code (auto_map)", where=str(path), fix="collapse never runs it"
-        )
+    check_config(read_json(file), str(path))
     try:
         with quiet():
             return AutoConfig.from_pretrained(str(file), local_files_only=True, trust_remote_code=False)

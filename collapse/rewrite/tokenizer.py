@@ -131,7 +131,7 @@ def _edit(name: str, raw: bytes, change: Callable[[Json], Json]) -> bytes:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not valid JSON ({error})", where=name, fix="fetch the file again") from None
     after = change(before)
-    return raw if after == before else dumps(after).encode()
+    return raw if after == before else dumps(after, infinite=True).encode()
 
 
 def _renumber(name: str, new_ids: Mapping[int, int], size: int, data: Json) -> Json:

@@ -40,7 +40,9 @@ def load(directory: str | Path, *, dtype: torch.dtype | str = "auto", guard: Gua
     manifest = load_manifest(root)
     try:
         with quiet():
-            model = AutoModelForCausalLM.from_pretrained(str(root), dtype=dtype, local_files_only=True)
+            model = AutoModelForCausalLM.from_pretrained(
+                str(root), dtype=dtype, local_files_only=True, use_safetensors=True
+            )
     except Exception as error:  # transformers raises many kinds for files that do not fit
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"cannot be loaded ({reason})", where=str(root), fix="run `collapse verify`") from error

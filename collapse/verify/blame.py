@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from collapse.auto import auto_class
-from collapse.checkpoint import Checkpoint, read_json
+from collapse.checkpoint import Checkpoint
 from collapse.erase import CONFIG, side_files
 from collapse.errors import CollapseError
 from collapse.naming import Naming, naming_of
@@ -27,6 +27,7 @@ from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.tensors import erased_names, output_name, token_narrow
 from collapse.source_model import load_plain
 from collapse.trace import quiet
+from collapse.untrusted import read_json
 from collapse.verdict import Blamed
 from collapse.verify.compare import EQ, OTHER_SHAPE, Tolerance
 from collapse.verify.dynamic import allowed_difference

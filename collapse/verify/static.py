@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from collapse.canonical import printable
-from collapse.checkpoint import INDEX, SINGLE, Checkpoint, TensorInfo, read_header, read_json
+from collapse.checkpoint import INDEX, SINGLE, Checkpoint, TensorInfo, read_header
 from collapse.erase import side_files
 from collapse.errors import CollapseError
 from collapse.manifest import SIGNATURE, Manifest, file_names, is_report, load_manifest, record_of
@@ -21,6 +21,7 @@ from collapse.rewrite.bytes import SourceReader, differences
 from collapse.rewrite.layout import header
 from collapse.rewrite.tensors import OutputTensor, erased_names, output_tensors
 from collapse.signing import read_signature
+from collapse.untrusted import read_json
 from collapse.verdict import Check
 from collapse.verify.ids import id_problems
 
