@@ -14,6 +14,8 @@ COMMANDS = {
     "faults": "plant faults and true removals in tiny models; write reports/faults.json and a table in docs/verify.md",
     "guard": "what the guard of a loaded model costs a decode step",
     "last-token": "wall time of a prefill as a graph, with logits of all positions and of the last one",
+    "erase": "speed and memory of writing half of a large checkpoint, against cp",
+    "fuzz": "damaged input for every reader of files from elsewhere, 20,000 by default",
     "collect": "add the report.json of finished exports to reports/results.json",
     "readme-table": "rewrite the table in README.md from reports/results.json",
 }

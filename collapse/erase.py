@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
-import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from collapse.canonical import chunks
 from collapse.checkpoint import INDEX, Checkpoint
+from collapse.disk import Copier, fits_cache, new_file, uncache, uncache_file, write_all, write_new
+from collapse.errors import PlanError
+from collapse.hashing import Followed, Hashing
 from collapse.manifest import FileRecord
 from collapse.plan import Plan, Reroot
-from collapse.rewrite.bytes import SourceReader
+from collapse.rewrite.bytes import SourceReader, Stretch
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.layout import Shard, header, index, shards
 from collapse.rewrite.tensors import output_tensors, token_narrow
+from collapse.untrusted import MAX_TOKENIZER, read_bounded, too_few_experts
 
 MAX_SHARD_SIZE = 5_000_000_000  # bytes; transformers' own default is of this order
 CONFIG = "config.json"
@@ -41,16 +44,12 @@ def write_checkpoint(
     sides = side_files(checkpoint, plan)
     files = shards(tensors, max_shard_size)
     told = progress or (lambda count: None)
-    written: dict[str, FileRecord] = {}
-    weights_mode = _mode(checkpoint, checkpoint.weight_files[0]) if checkpoint.weight_files else 0o644
-    with SourceReader(checkpoint) as reader:
-        for shard in files:
-            written[shard.file] = _write(folder / shard.file, _shard_bytes(reader, shard), weights_mode, told)
+    written = _write_weights(checkpoint, files, folder, told)
     if len(files) > 1:
-        written[INDEX] = _write(folder / INDEX, [index(files)], _mode(checkpoint, CONFIG), told)
+        written[INDEX] = _write_side(folder / INDEX, [index(files)], _mode(checkpoint, CONFIG), told)
     for name, content in sides.items():
         data = chunks(checkpoint.root / name) if content is None else [content]
-        written[name] = _write(folder / name, data, _mode(checkpoint, name), told)
+        written[name] = _write_side(folder / name, data, _mode(checkpoint, name), told)
     return written
 
 
@@ -65,46 +64,95 @@ def side_files(checkpoint: Checkpoint, plan: Plan) -> Mapping[str, bytes | None]
     if narrow is not None:
         from collapse.rewrite.tokenizer import narrow_side_files  # only models with renumbered ids need it
 
-        originals = {name: (checkpoint.root / name).read_bytes() for name in sides}
+        originals = {name: _edited_bytes(checkpoint.root / name) for name in sides}
         rewritten = narrow_side_files(originals, narrow.kept, narrow.size)
         sides = {name: None if data == originals.get(name) else data for name, data in rewritten.items()}
     current = sides[CONFIG]
     config = json.loads(current) if current is not None else dict(checkpoint.config)
     edited = config_edits(config, plan)
+    if edited != config and (few := too_few_experts(edited)):
+        message = f"{few[0]} experts would stay, and a token takes {few[1]}"
+        raise PlanError(message, where="config.json", fix="make a new plan")
     if edited != config:
         sides[CONFIG] = (json.dumps(edited, indent=2, ensure_ascii=False) + "\n").encode()
     return dict(sorted(sides.items()))
 
 
-def _shard_bytes(reader: SourceReader, shard: Shard) -> Iterator[bytes]:
-    yield header(shard.tensors)
-    for tensor in shard.tensors:
-        yield from reader.chunks(tensor)
+def _edited_bytes(path: Path) -> bytes:
+    """Return what a cut of the vocabulary may change; other files may be of any size, and stay as they are."""
+    return read_bounded(path, MAX_TOKENIZER) if path.suffix == ".json" else b""
+
+
+def _write_weights(
+    checkpoint: Checkpoint, files: Sequence[Shard], folder: Path, progress: Progress
+) -> dict[str, FileRecord]:
+    """Copy the shards one after another, and take their digests meanwhile."""
+    total = sum(tensor.nbytes for shard in files for tensor in shard.tensors)
+    mode = _mode(checkpoint, checkpoint.weight_files[0]) if checkpoint.weight_files else 0o644
+    followed: dict[str, Followed] = {}
+    with SourceReader(checkpoint) as reader, Hashing() as hashing:
+        copy = _ShardCopy(reader, Copier(), fits_cache(checkpoint.weight_bytes + total), progress)
+        for shard in files:
+            with new_file(folder / shard.file, mode) as descriptor:
+                followed[shard.file] = hashing.follow(descriptor)
+                copy.run(shard, descriptor, followed[shard.file])
+            if not copy.keep_cached:
+                followed[shard.file].digest()  # it is read from the cache, so it comes first
+                uncache_file(folder / shard.file)
+        return {name: FileRecord(sha256=file.digest(), bytes=file.size) for name, file in followed.items()}
+
+
+@dataclass(frozen=True)
+class _ShardCopy:
+    """How one shard is filled; `keep_cached` says that source and output fit in the page cache."""
+
+    reader: SourceReader
+    copier: Copier
+    keep_cached: bool
+    progress: Progress
+
+    def run(self, shard: Shard, target: int, file: Followed) -> None:
+        for count in self._counts(shard, target):
+            file.written(count)
+            self.progress(count)
+        file.close()
+
+    def _counts(self, shard: Shard, target: int) -> Iterator[int]:
+        head = header(shard.tensors)
+        write_all(target, head)
+        yield len(head)
+        for tensor in shard.tensors:
+            for part in self.reader.parts(tensor):
+                if isinstance(part, Stretch):
+                    yield from self._copied(part, target)
+                else:
+                    write_all(target, part)
+                    yield len(part)
+
+    def _copied(self, part: Stretch, target: int) -> Iterator[int]:
+        yield from self.copier.copy(part.descriptor, target, part.start, part.stop)
+        if not self.keep_cached:
+            uncache(part.descriptor, part.start, part.stop - part.start)
 
 
 def _mode(checkpoint: Checkpoint, name: str) -> int:
-    return stat.S_IMODE((checkpoint.root / name).stat().st_mode) if (checkpoint.root / name).exists() else 0o644
+    """Return the permissions of the source's file; a link's are those of what it leads to."""
+    path = checkpoint.root / name
+    return stat.S_IMODE(path.stat().st_mode) & 0o777 if path.exists() else 0o644
 
 
-def _write(path: Path, data: Iterable[bytes], mode: int, progress: Progress) -> FileRecord:
-    """Write a new file and force it to the disk; its digest is taken on the way."""
+def _write_side(path: Path, data: Iterable[bytes], mode: int, progress: Progress) -> FileRecord:
+    """Write a small file; its digest is taken on the way."""
     total = hashlib.sha256()
-    with path.open("xb", buffering=0) as stream:
-        _keep_mode(stream.fileno(), mode)
+    size = 0
+
+    def noted() -> Iterator[bytes]:
+        nonlocal size
         for part in data:
-            view = memoryview(part)
-            while view:
-                view = view[stream.write(view) :]
             total.update(part)
+            size += len(part)
+            yield part
             progress(len(part))
-        os.fsync(stream.fileno())
-        return FileRecord(sha256=total.hexdigest(), bytes=stream.tell())
 
-
-def _keep_mode(descriptor: int, mode: int) -> None:
-    """File systems without modes refuse to set them; the content matters more."""
-    try:
-        os.fchmod(descriptor, mode)
-    except OSError as error:
-        if error.errno not in {errno.EPERM, errno.ENOTSUP, errno.EINVAL}:
-            raise
+    write_new(path, noted(), mode)
+    return FileRecord(sha256=total.hexdigest(), bytes=size)

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from collapse.canonical import dumps, file_digest
 from collapse.checkpoint import Checkpoint
+from collapse.disk import write_new
 from collapse.errors import CheckpointError
 from collapse.plan import Plan, Record, first_problem
 from collapse.rewrite.tensors import output_tensors, parameters_of
@@ -95,7 +96,8 @@ def write_manifest(
 ) -> Manifest:
     """Write `collapse.json` into `folder`, over an earlier one; call it after all other files are there."""
     manifest = make_manifest(folder, checkpoint, plan, known)
-    (folder / MANIFEST).write_text(dumps(manifest.model_dump(mode="json", by_alias=True)), encoding="utf-8")
+    (folder / MANIFEST).unlink(missing_ok=True)
+    write_new(folder / MANIFEST, [dumps(manifest.model_dump(mode="json", by_alias=True)).encode()])
     return manifest
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -12,12 +13,28 @@ import numpy as np
 
 from collapse.canonical import CHUNK
 from collapse.checkpoint import Checkpoint, TensorInfo
+from collapse.disk import reads_ahead
 from collapse.errors import CheckpointError
+from collapse.rewrite import gather
 from collapse.rewrite.tensors import OutputTensor, Piece
+
+LONG = 1 << 16  # bytes; shorter runs are read and joined, so that many go into one write
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Bytes `[start, stop)` of the open file `descriptor`."""
+
+    descriptor: int
+    start: int
+    stop: int
 
 
 class SourceReader:
-    """Keeps the source's weight files open for reading; a context manager."""
+    """Keeps the source's weight files open for reading; a context manager.
+
+    Files are read, never mapped: reading one that somebody cuts short is an error here, not a crash.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._root = checkpoint.root
@@ -32,33 +49,63 @@ class SourceReader:
     ) -> None:
         self._open.close()
 
-    def chunks(self, tensor: OutputTensor) -> Iterator[bytes]:
-        """Yield the data of `tensor` in chunks of up to 8 MiB; short pieces are joined."""
+    def chunks(self, tensor: OutputTensor) -> Iterator[bytes | memoryview]:
+        """Yield the data of `tensor` in chunks of up to 8 MiB; a view is good until the next is asked for."""
+        for part in self.parts(tensor):
+            if isinstance(part, Stretch):
+                yield from self._read(part)
+            else:
+                yield part
+
+    def parts(self, tensor: OutputTensor) -> Iterator[Stretch | bytes | memoryview]:
+        """Yield the data of `tensor` in order: long runs as places in the source, the rest as bytes."""
+        if tensor.source is not None and gather.scattered(tensor):
+            yield from gather.gathered(self._filler(tensor.source), tensor)
+            return
         held: list[bytes] = []
         size = 0
-        for part in self._parts(tensor):
-            held.append(part)
-            size += len(part)
-            if size >= CHUNK:
+        for part in self._runs(tensor):
+            if held and (isinstance(part, Stretch) or size >= CHUNK):
                 yield b"".join(held)
                 held, size = [], 0
+            if isinstance(part, Stretch):
+                yield part
+            else:
+                held.append(part)
+                size += len(part)
         if held:
             yield b"".join(held)
 
-    def _parts(self, tensor: OutputTensor) -> Iterator[bytes]:
+    def _runs(self, tensor: OutputTensor) -> Iterator[Stretch | bytes]:
         for piece in tensor.pieces():
-            if isinstance(piece, Piece):
-                yield from self._read(piece)
-            else:
+            if not isinstance(piece, Piece):
                 yield piece
+                continue
+            stretch = Stretch(self._descriptor(piece.file), piece.start, piece.stop)
+            if piece.stop - piece.start >= LONG:
+                yield stretch
+            else:
+                yield b"".join(self._read(stretch))
 
-    def _read(self, piece: Piece) -> Iterator[bytes]:
-        descriptor = self._descriptor(piece.file)
-        position = piece.start
-        while position < piece.stop:
-            part = os.pread(descriptor, min(CHUNK, piece.stop - position), position)
+    def _filler(self, info: TensorInfo) -> gather.Fill:
+        descriptor = self._descriptor(info.file)
+
+        def fill(view: memoryview, start: int) -> None:
+            position = info.start + start
+            while view:
+                count = os.preadv(descriptor, [view], position)
+                if not count:
+                    raise _cut_short()
+                view, position = view[count:], position + count
+
+        return fill
+
+    def _read(self, stretch: Stretch) -> Iterator[bytes]:
+        position = stretch.start
+        while position < stretch.stop:
+            part = os.pread(stretch.descriptor, min(CHUNK, stretch.stop - position), position)
             if not part:
-                raise CheckpointError("the file was cut short while it was read", where=piece.file)
+                raise _cut_short()
             yield part
             position += len(part)
 
@@ -66,10 +113,15 @@ class SourceReader:
         if name not in self._files:
             stream = self._open.enter_context((self._root / name).open("rb", buffering=0))
             self._files[name] = stream.fileno()
+            reads_ahead(stream.fileno())
         return self._files[name]
 
 
-def differences(path: Path, info: TensorInfo, expected: Iterator[bytes]) -> Iterator[tuple[int, int]]:
+def _cut_short() -> CheckpointError:
+    return CheckpointError("the file was cut short while it was read", where="source")
+
+
+def differences(path: Path, info: TensorInfo, expected: Iterator[bytes | memoryview]) -> Iterator[tuple[int, int]]:
     """Yield where the data of `info` in the file at `path` differ from `expected`, as ranges of offsets in the data.
 
     There is at most one range for each chunk of `expected`, from its first byte that differs to its last.

@@ -1,0 +1,275 @@
+"""How the writer reads and copies: in constant memory, in the kernel where it can, and what it does where it cannot."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.synthetic import half_plan, shape_of, write_checkpoint
+from collapse import disk, hashing
+from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
+from collapse.disk import Copier, new_file, write_all
+from collapse.errors import CheckpointError, PlanError
+from collapse.hashing import Hashing
+from collapse.plan import IndexSet
+from collapse.rewrite import bytes as source_bytes
+from collapse.rewrite import gather
+from collapse.rewrite.bytes import SourceReader
+from collapse.rewrite.layout import shards
+from collapse.rewrite.tensors import OutputTensor, Piece, output_tensors
+from tests.exported import EMBEDDING, KEPT
+from tests.tiny import erase, export, listing, plan_for, state, vocabulary
+
+# Reading.
+
+
+def pieces_of(tensor: OutputTensor, raw: bytes) -> bytes:
+    return b"".join(raw[piece.start : piece.stop] for piece in tensor.pieces() if isinstance(piece, Piece))
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_rows_cut_in_memory_are_those_of_the_pieces(data: st.DataObject, tmp_path_factory: Any) -> None:
+    dtype = data.draw(st.sampled_from(["U8", "BF16", "F32", "C64", "F4"]))
+    shape = (*data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)), *([8] if dtype == "F4" else []))
+    dims = data.draw(st.sets(st.integers(0, len(shape) - (2 if dtype == "F4" else 1)), min_size=1))
+    kept = {d: IndexSet.of(data.draw(st.sets(st.integers(0, shape[d] - 1), min_size=1))) for d in sorted(dims)}
+    size = DTYPE_BITS[dtype]
+    for length in shape:
+        size *= length
+    raw = bytes(number % 251 for number in range(8 + size // 8))
+    info = TensorInfo("t", dtype, shape, "t.bin", 8, len(raw))
+    whole = tuple(len(kept[dim]) if dim in kept else length for dim, length in enumerate(shape))
+    tensor = OutputTensor("t", dtype, whole, info, kept)
+    folder = tmp_path_factory.mktemp("gather")
+    (folder / "t.bin").write_bytes(raw)
+    checkpoint = Checkpoint(folder, "t", {}, {"t": info})
+    for block in (1, 16, 1 << 20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gather, "BLOCK", block)
+            patch.setattr(source_bytes, "LONG", data.draw(st.sampled_from([1, 1 << 16])))
+            with SourceReader(checkpoint) as reader:
+                assert b"".join(map(bytes, reader.chunks(tensor))) == pieces_of(tensor, raw)
+
+
+def test_few_rows_of_a_large_table_are_read_alone_and_many_with_all_between() -> None:
+    info = TensorInfo("t", "F32", (100_000, 1024), "f", 0, 100_000 * 4096)
+
+    def narrowed(rows: range) -> OutputTensor:
+        return OutputTensor("t", "F32", (len(rows), 1024), info, {0: IndexSet.of(rows)})
+
+    assert not gather.scattered(narrowed(range(0, 100_000, 10_000)))
+    assert not gather.scattered(narrowed(range(50_000)))
+    assert gather.scattered(narrowed(range(0, 100_000, 2)))
+
+
+# Copying.
+
+
+def copied(tmp_path: Path, raw: bytes, start: int, stop: int) -> bytes:
+    (tmp_path / "source").write_bytes(raw)
+    (tmp_path / "target").unlink(missing_ok=True)
+    with (tmp_path / "source").open("rb") as source, new_file(tmp_path / "target") as target:
+        write_all(target, b"head")
+        assert sum(Copier().copy(source.fileno(), target, start, stop)) == stop - start
+    return (tmp_path / "target").read_bytes()
+
+
+@pytest.mark.parametrize("ways", [("copy_file_range", "sendfile"), ("copy_file_range",), ("sendfile",), ()])
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP])
+def test_where_the_kernel_cannot_copy_another_way_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...], code: int
+) -> None:
+    def cannot(*given: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    for name in ("copy_file_range", "sendfile"):
+        if name not in ways:
+            monkeypatch.setattr(os, name, cannot)
+    monkeypatch.setattr(disk, "STEP", 1000)
+    raw = os.urandom(10_000)
+    assert copied(tmp_path, raw, 17, 9_001) == b"head" + raw[17:9_001]
+
+
+def test_a_platform_without_any_of_the_calls_copies_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("copy_file_range", "sendfile", "posix_fadvise"):
+        monkeypatch.delattr(os, name)
+    raw = os.urandom(10_000)
+    assert copied(tmp_path, raw, 0, 10_000) == b"head" + raw
+    disk.uncache_file(tmp_path / "target")
+
+
+def test_an_error_of_the_disk_is_no_reason_to_try_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "copy_file_range", full)
+    with pytest.raises(OSError, match="No space left"):
+        copied(tmp_path, b"x" * 100, 0, 100)
+
+
+@pytest.mark.parametrize("ways", [("copy_file_range", "sendfile"), ()])
+def test_a_source_that_ends_too_soon_is_an_error_and_no_endless_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...]
+) -> None:
+    for name in () if ways else ("copy_file_range", "sendfile"):
+        monkeypatch.delattr(os, name)
+    with pytest.raises(CheckpointError, match="cut short while it was read"):
+        copied(tmp_path, b"x" * 100, 50, 150)
+
+
+def test_a_source_cut_short_after_it_was_opened_is_an_error(llama: Checkpoint, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name, raw in listing(llama.root).items():
+        (folder / name).write_bytes(raw)
+    source = Checkpoint.open(folder)
+    os.truncate(folder / "model.safetensors", 20_000)
+    for plan in (plan_for(llama), plan_for(llama, vocabulary(KEPT, EMBEDDING))):
+        with pytest.raises(CheckpointError, match="cut short while it was read"):
+            export(source, plan, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+
+
+def test_a_new_file_never_follows_a_link_nor_takes_an_old_place(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    (tmp_path / "dangling").symlink_to(tmp_path / "made")
+    for name in ("precious", "link", "dangling"):
+        with pytest.raises(FileExistsError), new_file(tmp_path / name):
+            pytest.fail("it was opened")
+    assert (tmp_path / "precious").read_bytes() == b"mine"
+    assert not (tmp_path / "made").exists()
+
+
+# Hashing behind the writer.
+
+
+def test_the_digest_behind_the_writer_is_that_of_the_file(tmp_path: Path) -> None:
+    parts = [os.urandom(size) for size in (1, 3 << 20, 0, 77, 1 << 20)]
+    with Hashing() as digests:
+        with new_file(tmp_path / "file") as descriptor:
+            followed = digests.follow(descriptor)
+            for part in parts:
+                write_all(descriptor, part)
+                followed.written(len(part))
+        assert followed.digest() == hashlib.sha256(b"".join(parts)).hexdigest()
+    assert followed.size == sum(map(len, parts))
+
+
+def test_a_writer_that_fails_does_not_wait_for_the_thread_behind_it(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Hashing() as digests, new_file(tmp_path / "file") as descriptor:
+        digests.follow(descriptor).written(0)
+        _ = 1 / 0
+
+
+def test_a_thread_that_fails_does_not_stop_the_writer_but_its_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*given: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with Hashing() as digests, new_file(tmp_path / "file") as descriptor:
+        followed = digests.follow(descriptor)
+        for _ in range(3 * hashing.LAG):
+            write_all(descriptor, b"x")
+            followed.written(1)
+        with pytest.raises(OSError, match="Input/output error"):
+            followed.digest()
+
+
+def test_what_does_not_fit_in_the_page_cache_is_forgotten_after_its_digest(
+    llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forgotten: list[str] = []
+    advise = os.posix_fadvise
+
+    def noted(descriptor: int, start: int, count: int, advice: int) -> None:
+        if advice == os.POSIX_FADV_DONTNEED:
+            forgotten.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        advise(descriptor, start, count, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", noted)
+    small = export(llama, plan_for(llama), tmp_path / "small", max_shard_size=20_000)
+    assert not forgotten
+    monkeypatch.setattr("collapse.erase.fits_cache", lambda size: False)
+    monkeypatch.setattr(source_bytes, "LONG", 1)
+    large = export(llama, plan_for(llama), tmp_path / "large", max_shard_size=20_000)
+    assert set(forgotten) == {"model.safetensors", *large.weight_files}
+    assert listing(large.root) == listing(small.root)
+
+
+# Sizes.
+
+
+@pytest.fixture(scope="module")
+def nominal(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A checkpoint of 100 GB by its headers, which takes no room: its files are holes."""
+    return write_checkpoint(tmp_path_factory.mktemp("large") / "m", shape_of(10**11), shard_size=5 * 10**9, sparse=True)
+
+
+def test_a_checkpoint_of_100_gb_is_planned_from_its_headers(
+    nominal: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = [0]
+
+    def counting(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*given: Any) -> Any:
+            found = call(*given)
+            read[0] += found if isinstance(found, int) else len(found)
+            return found
+
+        return wrapped
+
+    for name in ("pread", "preadv", "read"):
+        monkeypatch.setattr(os, name, counting(getattr(os, name)))
+    monkeypatch.setattr("collapse.checkpoint.file_digests", lambda paths: pytest.fail("all data was read"))
+    source = Checkpoint.open(nominal.root)
+    assert source.weight_bytes >= 10**11 and len(source.weight_files) > 20
+    shape = shape_of(10**11)
+    tensors = output_tensors(source, half_plan(shape))
+    files = shards(tensors, 5 * 10**9)
+    kept = sum(tensor.nbytes for shard in files for tensor in shard.tensors)
+    assert abs(kept - source.weight_bytes / 2) < 0.01 * source.weight_bytes
+    assert {tensor.name.split(".")[2] for tensor in tensors if ".layers." in tensor.name} == {
+        str(number) for number in range((shape.layers + 1) // 2)
+    }
+    assert read[0] == 0
+
+
+def test_what_no_library_computes_with_is_copied_all_the_same(tmp_path: Path) -> None:
+    rows, width = 64, 16
+    types = sorted(DTYPE_BITS)
+    tensors = tuple(OutputTensor(f"t.{dtype}", dtype, (rows, width), None) for dtype in types)
+    from collapse.rewrite.layout import header, stored
+
+    ordered = stored(tensors)
+    (tmp_path / "m").mkdir()
+    data = os.urandom(sum(tensor.nbytes for tensor in ordered))
+    (tmp_path / "m" / "model.safetensors").write_bytes(header(ordered) + data)
+    (tmp_path / "m" / "config.json").write_text('{"model_type": "llama", "vocab_size": 64}')
+    source = Checkpoint.open(tmp_path / "m")
+    names = [f"t.{dtype}" for dtype in types if dtype not in {"U8", "F4"}]
+    plan = plan_for(source, vocabulary(KEPT, *names), erase("t.U8"))
+    out = export(source, plan, tmp_path / "out", max_shard_size=2_000)
+    assert out.tensors["t.F4"].shape == (rows, width)
+    for name, (dtype, shape, raw) in state(out).items():
+        whole = source.read_bytes(name)
+        row = len(whole) // rows
+        expected = whole if name == "t.F4" else b"".join(whole[row * number :][:row] for number in KEPT)
+        assert (dtype, raw) == (name.removeprefix("t."), expected), name
+        assert shape == ((rows if name == "t.F4" else len(KEPT)), width)
+    odd = OutputTensor("x", "F4", (4, 3), TensorInfo("x", "F4", (4, 3), "f", 0, 6), {})
+    assert odd.nbytes == 6
+    with pytest.raises(PlanError, match="ends within a byte"):
+        info = TensorInfo("x", "F4", (64, 3), "model.safetensors", 0, 96)
+        output_tensors(Checkpoint(tmp_path, "x", {}, {"x": info}), plan_for(source, vocabulary(KEPT, "x")))
