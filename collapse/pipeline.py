@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from collapse.sequences import sequences
 from collapse.signing import sign_manifest
 from collapse.source_model import load_source, source_weights
 from collapse.sources import resolve
-from collapse.staging import check_output, staged
+from collapse.staging import check_output, located, staged
 from collapse.trace import load_config, trace
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify, with_blame
@@ -98,7 +97,7 @@ def export(
     target = Path(output)
     wanted = load_schema(plan.input_schema if plan else schema)
     checkpoint = _open(model, watch)
-    check_output(Path(os.path.realpath(target)), force, checkpoint.root)
+    check_output(located(target), force, checkpoint.root)
     context = prepare(checkpoint, wanted, options, watch)
     decided = checked(plan, context) if plan else decide(context, chosen_passes(options.passes), watch)
     return _apply(context, decided, target, options, force, watch)

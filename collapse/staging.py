@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -16,8 +17,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from collapse.checkpoint import same_file
+from collapse.disk import sync
 from collapse.errors import CollapseError, OutputError
 from collapse.manifest import MANIFEST, file_names, load_manifest
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 ASIDE = ".old"
@@ -32,23 +40,30 @@ class Staging:
     folder: Path
     output: Path
     force: bool
+    source: Path | None = None
     published: bool = False
     signals: list[int] = field(default_factory=list)
 
     def publish(self) -> None:
-        """Put the folder under the output's name in one step; a replaced output goes only after that."""
+        """Put the folder under the output's name in one step; a replaced output goes only after that.
+
+        All of it is on the disk before. If the disk does not take the new name, the old state is put back.
+        """
         if self.signals:  # it came while a finalizer ran, where Python drops exceptions
             raise SystemExit(128 + self.signals[0])
-        _sync(self.folder)
+        _sync_tree(self.folder)
+        check_output(self.output, self.force, self.source)  # somebody may have been there meanwhile
+        replaces = self.force and self.output.exists()
         try:
-            if self.force and self.output.exists():
-                _swap(self.folder, self.output)
-            else:
-                self.folder.rename(self.output)
+            _place(self.folder, self.output, replaces)
+            try:
+                sync(self.output.parent)
+            except OSError:
+                _put_back(self.folder, self.output, replaces)
+                raise
         except OSError as error:
             raise OutputError(f"cannot be put in place ({error.strerror})", where=str(self.output)) from error
         self.published = True
-        _sync(self.output.parent)
 
 
 @contextmanager
@@ -59,32 +74,50 @@ def staged(output: Path, force: bool = False, source: Path | None = None) -> Ite
     is the directory that must not be touched. Raises `OutputError` where the output may not be written, or the
     disk does not take it.
     """
-    target = Path(os.path.realpath(output))
+    target = located(output)
+    sweep(target)
     check_output(target, force, source)
     with _new_parents(target), _signals_as_exceptions() as signals:
-        sweep(target)
         folder = target.parent / f".{target.name}.collapse-{os.getpid()}"
         try:
-            folder.mkdir()
-            yield Staging(folder, target, force, signals=signals)
+            with _locked(folder):
+                try:
+                    yield Staging(folder, target, force, source, signals=signals)
+                finally:
+                    _remove(folder)
         except OSError as error:
             if error.errno in DISK_ERRORS or error.filename == str(folder):
                 raise OutputError(
                     f"cannot be written ({error.strerror})", where=str(output), fix=_fix(error)
                 ) from error
             raise
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+def located(output: Path) -> Path:
+    """Return the absolute path of an output; links on the way to it are followed, it itself is not."""
+    if output.name in {"", ".."}:
+        return Path(os.path.realpath(output))
+    return Path(os.path.realpath(output.parent)) / output.name
 
 
 def check_output(output: Path, force: bool, source: Path | None) -> None:
-    """Refuse an output that is the source, lies in it or holds it, or that we did not write ourselves."""
+    """Refuse an output that is the source, lies in it or holds it, or that we did not write ourselves.
+
+    Neither is anything written through a link, nor into a hub cache. Directories are compared by what they are, not
+    by their names: a bind mount or another spelling leads to the same one.
+    """
+    resolved = Path(os.path.realpath(output))
     if source is not None:
         origin = Path(os.path.realpath(source))
-        if output.is_relative_to(origin) or origin.is_relative_to(output):
+        if _lies_in(resolved, origin) or _lies_in(origin, resolved):
             raise OutputError(f"overlaps the source {origin.name}", where=str(output), fix="choose another directory")
-    if output.is_symlink():  # what is still a link in a resolved path leads in a circle
-        raise OutputError("is a link that leads nowhere", where=str(output), fix="choose another name")
+    if output.is_symlink():
+        nowhere = resolved.is_symlink()  # what is still a link in a resolved path leads in a circle
+        what = "is a link that leads nowhere" if nowhere else f"is a link to {resolved}"
+        raise OutputError(what, where=str(output), fix="name the directory itself")
+    cache = next((parent for parent in (resolved, *resolved.parents) if _is_hub_cache(parent)), None)
+    if cache is not None:
+        raise OutputError(f"lies in the hub cache of {cache.name}", where=str(output), fix="choose another directory")
     if not output.exists():
         _require_room(output)
         return
@@ -98,16 +131,87 @@ def check_output(output: Path, force: bool, source: Path | None) -> None:
 
 
 def sweep(output: Path) -> None:
-    """Remove what killed runs left beside `output`; an output that one had moved aside is moved back."""
-    pattern = re.compile(rf"\.{re.escape(output.name)}\.collapse-(\d+)(\.old)?")
-    for path in sorted(output.parent.iterdir()):
+    """Remove what killed runs left beside `output`; an output that one had moved aside is moved back.
+
+    A run that lives holds a lock on its folder. The number in a name is no proof: systems use them again.
+    """
+    pattern = re.compile(rf"\.{re.escape(output.name)}\.collapse-\d+({re.escape(ASIDE)})?")
+    for path in sorted(output.parent.iterdir()) if output.parent.is_dir() else ():
         match = pattern.fullmatch(path.name)
-        if not match or path.is_symlink() or _is_running(int(match[1])):
+        if not match or path.is_symlink() or not path.is_dir() or _is_locked(_owner(path)):
             continue
-        if match[2] and not output.exists():
+        if match[1] and not output.exists():
             path.rename(output)
         else:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _owner(path: Path) -> Path:
+    """Return the folder whose lock says whether the run lives that `path` belongs to."""
+    return path.with_name(path.name.removesuffix(ASIDE))
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Take the lock of an open directory, which the system gives back when we end, however that is.
+
+    Where there are no such locks, nobody else can hold one.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Make `folder` and hold its lock.
+
+    Another run that sweeps in the moment between takes the lock and the folder, and this one ends with an error.
+    """
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not _lock(descriptor):
+            raise OSError(errno.EAGAIN, "another run took it for a leftover", str(folder))
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # what was published stays so
+            os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of ours; what cannot go now goes the next time."""
+    for _ in range(2):  # a disk that failed once may not fail again
+        with contextlib.suppress(OSError):  # it does not ignore errors of closing
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _lies_in(path: Path, folder: Path) -> bool:
+    """Whether a resolved path is `folder` or lies in it, by whatever names."""
+    if path.is_relative_to(folder):
+        return True
+    return any(same_file(parent, folder) for parent in (path, *path.parents))
+
+
+def _is_hub_cache(path: Path) -> bool:
+    """Whether `path` is the folder of one repository in a hub cache, whose files are shared by links."""
+    return (path / "blobs").is_dir() and (path / "snapshots").is_dir()
 
 
 def _require_room(output: Path) -> None:
@@ -132,17 +236,19 @@ def _require_own(output: Path) -> None:
         raise OutputError(message, where=str(output), fix="move it out, or choose another name")
 
 
-def _is_running(pid: int) -> bool:
-    """Whether another process `pid` lives; our own number on an old folder is a number used twice."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
+def _place(folder: Path, output: Path, replaces: bool) -> None:
+    if replaces:
+        _swap(folder, output)
+    else:
+        folder.rename(output)
+
+
+def _put_back(folder: Path, output: Path, replaced: bool) -> None:
+    """Undo `_place`, as far as the disk still lets us."""
+    if replaced and folder.exists():
+        _swap(folder, output)
+    elif not replaced:
+        output.rename(folder)
 
 
 def _swap(folder: Path, output: Path) -> None:
@@ -156,7 +262,8 @@ def _swap(folder: Path, output: Path) -> None:
     except OSError:
         aside.rename(output)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the next run knows it under this name too
+        aside.rename(folder)
 
 
 def _exchange(left: Path, right: Path) -> bool:
@@ -171,15 +278,12 @@ def _exchange(left: Path, right: Path) -> bool:
     raise OSError(code, os.strerror(code), str(right))
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # some file systems cannot sync a directory
-            raise
-    finally:
-        os.close(descriptor)
+def _sync_tree(folder: Path) -> None:
+    """Force every file and directory to the disk; for what was synced when it was written that costs nothing."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
 
 
 def _fix(error: OSError) -> str:

@@ -67,6 +67,88 @@ def test_the_source_is_never_overwritten(tmp_path: Path, where: str) -> None:
     assert listing(tmp_path) == before
 
 
+def test_nothing_is_written_through_a_link(llama: Checkpoint, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    (tmp_path / "dangling").symlink_to(tmp_path / "made")
+    for name in ("link", "dangling"):
+        with pytest.raises(OutputError, match="is a link to .*name the directory itself"):
+            export(llama, plan_for(llama), tmp_path / name, force=True)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["dangling", "link", "other"]
+    export(llama, plan_for(llama), tmp_path / "link" / "out")
+    assert (tmp_path / "other" / "out" / MANIFEST).is_file(), "a link on the way is the user's own business"
+
+
+@pytest.mark.parametrize("place", ["blobs", "snapshots/1234", "snapshots/5678", "out", "refs/a/b"])
+def test_a_hub_cache_is_never_written_to(llama: Checkpoint, tmp_path: Path, place: str) -> None:
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots" / "1234").mkdir(parents=True)
+    (tmp_path / "way").symlink_to(cache)
+    for where in (cache / place, tmp_path / "way" / place):
+        with pytest.raises(OutputError, match="lies in the hub cache of models--a--b"):
+            export(llama, plan_for(llama), where, force=True)
+    assert listing(cache) == {}
+
+
+def test_the_source_is_known_by_what_it_is_and_not_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a bind mount, or on a file system that does not tell upper case from lower case."""
+    source = tiny_llama(tmp_path / "source")
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    monkeypatch.setattr(staging, "same_file", lambda left, right: {left, right} == {mounted, source.root})
+    for place in (mounted, mounted / "inside"):
+        with pytest.raises(OutputError, match="overlaps the source"):
+            export(source, plan_for(source), place, force=True)
+
+
+def test_an_output_whose_files_are_hard_links_to_the_source_is_replaced_without_touching_it(tmp_path: Path) -> None:
+    source = tiny_llama(tmp_path / "source")
+    out = export(source, plan_for(source), tmp_path / "out").root
+    for name in ("model.safetensors", "config.json"):
+        (out / name).unlink()
+        (out / name).hardlink_to(source.root / name)
+    before = listing(source.root)
+    export(source, plan_for(source, vocabulary(KEPT, EMBEDDING)), out, force=True)
+    assert listing(source.root) == before
+    assert (source.root / "model.safetensors").stat().st_nlink == 1
+
+
+def test_what_appears_under_the_name_meanwhile_is_not_replaced(llama: Checkpoint, tmp_path: Path) -> None:
+    for force in (False, True):
+        refused = pytest.raises(OutputError, match="exists and is not empty|no collapse.json of ours")
+        with refused, staged(tmp_path / "out", force) as stage:
+            write_checkpoint(llama, plan_for(llama), stage.folder)
+            (tmp_path / "out").mkdir(exist_ok=True)
+            (tmp_path / "out" / "thesis.tex").write_text("years of work")
+            stage.publish()
+        assert listing(tmp_path) == {"out/thesis.tex": b"years of work"}
+        (tmp_path / "out" / "thesis.tex").unlink()
+        (tmp_path / "out").rmdir()
+
+
+def test_every_file_is_on_the_disk_before_the_name_is(
+    llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted(descriptor: int) -> None:
+        done.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+        fsync(descriptor)
+
+    def placed(*given: Path) -> None:
+        done.append("rename")
+        rename(*given)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", placed)
+    out = export(llama, plan_for(llama), tmp_path / "out", max_shard_size=30_000).root
+    before, after = done[: done.index("rename")], done[done.index("rename") + 1 :]
+    assert {path.name for path in out.iterdir()} < set(before)
+    assert before[-1].startswith(".out.collapse-") and after == [tmp_path.name]
+
+
 @pytest.mark.parametrize("exchange", [True, False])
 def test_force_replaces_our_own_output_as_a_whole(
     llama: Checkpoint, tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
@@ -126,13 +208,17 @@ def test_a_file_in_the_way_is_refused_and_an_empty_directory_is_not(llama: Check
 
 
 def test_leftovers_of_dead_runs_go_and_those_of_living_runs_stay(llama: Checkpoint, tmp_path: Path) -> None:
-    dead, alive = tmp_path / f".out.collapse-{dead_pid()}", tmp_path / f".out.collapse-{os.getppid()}"
-    other = tmp_path / f".other.collapse-{dead_pid()}"
-    for folder in (dead, alive, other):
+    dead, reused = tmp_path / ".out.collapse-999999999", tmp_path / f".out.collapse-{os.getppid()}"
+    other = tmp_path / ".other.collapse-999999999"
+    for folder in (dead, reused, other):
         folder.mkdir()
         (folder / "model.safetensors").write_bytes(b"half")
+    with staged(tmp_path / "out") as alive:
+        (alive.folder / "model.safetensors").write_bytes(b"half")
+        staging.sweep(tmp_path / "out")
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted([alive.folder.name, other.name])
     export(llama, plan_for(llama), tmp_path / "out")
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["out", alive.name, other.name])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["out", other.name])
 
 
 def test_an_output_that_a_killed_run_moved_aside_is_moved_back(llama: Checkpoint, tmp_path: Path) -> None:
