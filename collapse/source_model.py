@@ -78,7 +78,7 @@ def load_plain(checkpoint: Checkpoint) -> LoadedModel:
         model, keys = kind.from_pretrained(None, config=config, state_dict=state, **options)
         _require_no_bias(checkpoint, state, keys["unexpected_keys"])
     else:
-        model, keys = kind.from_pretrained(str(checkpoint.root), local_files_only=True, **options)
+        model, keys = kind.from_pretrained(str(checkpoint.root), local_files_only=True, use_safetensors=True, **options)
     return LoadedModel(model.eval(), keys, way, checkpoint.quantisation.scheme if checkpoint.quantisation else None)
 
 

@@ -16,17 +16,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from collapse import erase as writer
 from collapse import staging
 from collapse.checkpoint import INDEX, Checkpoint
-from collapse.errors import CheckpointError, OutputError
+from collapse.errors import CheckpointError, OutputError, PlanError
+from collapse.manifest import file_names, load_manifest, record_of
 from collapse.passes.unread_weights import UnreadWeights
+from collapse.plan import DropLayers, IndexSet, Narrow
 from collapse.program import Program
 from collapse.schema import InputSchema
 from collapse.trace import trace
 from tests.architectures import save_tiny, tiny_config
 from tests.contexts import context_of
-from tests.tiny import VOCABULARY, erase, export, listing, plan_for, state, tiny_llama, vocabulary
+from tests.tiny import PROVED, VOCABULARY, erase, export, listing, plan_for, state, tiny_llama, vocabulary
 
 EMBEDDING = "model.embed_tokens.weight"
 KEPT = [0, 1, 2, *range(5, 40), 63]
@@ -86,6 +87,7 @@ def test_b11_the_source_that_is_read_lazily_is_never_the_file_that_is_written(tm
         with pytest.raises(OutputError, match="overlaps the source"):
             export(source, plan_for(source, erase("old.bias")), source.root, force=force)
     out = export(source, plan_for(source, erase("old.bias")), tmp_path / "out")
+    assert {name: record_of(out.root / name) for name in file_names(out.root)} == load_manifest(out.root).files
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in source.root.iterdir()} == before
     assert state(out) == {name: value for name, value in state(source).items() if name != "old.bias"}
 
@@ -113,26 +115,41 @@ def test_b12_a_weight_file_that_no_index_names_is_refused(tmp_path: Path, name: 
         Checkpoint.open(root)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model-00009-of-00009.safetensors", "backup.safetensors", "pytorch_model.bin", "consolidated.00.safetensors"],
+)
+def test_b12_a_weight_file_beside_an_earlier_output_is_neither_kept_nor_deleted(
+    llama: Checkpoint, tmp_path: Path, name: str
+) -> None:
+    out = export(llama, plan_for(llama), tmp_path / "out", max_shard_size=20_000).root
+    (out / name).write_bytes(b"somebody's weights")
+    before = listing(tmp_path)
+    with pytest.raises(OutputError, match=f"holds {name}, which collapse did not write"):
+        export(llama, plan_for(llama, erase("old.bias")), out, force=True)
+    assert listing(tmp_path) == before
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG, errno.EIO])
 def test_b13_a_disk_that_fails_at_any_file_leaves_the_old_output(
     llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     out = export(llama, plan_for(llama), tmp_path / "out", max_shard_size=20_000)
-    before, write, left = listing(tmp_path), writer._write, [0]
+    before, fsync, left = listing(tmp_path), os.fsync, [0]
 
-    def failing(path: Path, *rest: Any) -> Any:
+    def failing(descriptor: int) -> None:
         left[0] -= 1
         if left[0] == 0:
-            path.write_bytes(b"half")
-            raise OSError(code, os.strerror(code), str(path))
-        return write(path, *rest)
+            raise OSError(code, os.strerror(code))
+        fsync(descriptor)
 
-    monkeypatch.setattr(writer, "_write", failing)
-    for at in range(1, len(before)):  # all files but the manifest
+    monkeypatch.setattr(os, "fsync", failing)
+    for at in range(1, 2 * len(before) + 3):  # each file when it is written and when all are published; two folders
         left[0] = at
-        with pytest.raises(OutputError, match="cannot be written"):
+        with pytest.raises(OutputError, match="cannot be (written|put in place)"):
             export(llama, plan_for(llama, erase("old.bias")), out.root, force=True, max_shard_size=20_000)
         assert listing(tmp_path) == before
+    assert at == 2 * len(before) + 2, "every call was hit"
 
 
 def test_a_file_system_without_rename_is_one_clear_error_and_keeps_the_old_output(
@@ -200,6 +217,14 @@ def test_b17_pickled_weights_are_refused_unopened(tmp_path: Path) -> None:
     assert not (tmp_path / "opened").exists()
 
 
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.ckpt", "pytorch_model-00001-of-00002.bin"])
+def test_b17_weights_of_any_pickled_kind_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    root = tiny_llama(tmp_path / "model").root
+    (root / "model.safetensors").rename(root / name)
+    with pytest.raises(CheckpointError, match=f"only pickled weights .{name}.*convert them to safetensors first"):
+        Checkpoint.open(root)
+
+
 def test_b17_ten_rows_of_a_table_take_the_space_of_ten_rows(llama: Checkpoint, tmp_path: Path) -> None:
     (llama.root / "pytorch_model.bin").write_bytes(b"twin")
     try:
@@ -209,6 +234,87 @@ def test_b17_ten_rows_of_a_table_take_the_space_of_ten_rows(llama: Checkpoint, t
     assert llama.weight_bytes - out.weight_bytes == (VOCABULARY - 10) * 32 * 4
     assert out.read_bytes(EMBEDDING) == llama.read_bytes(EMBEDDING)[: 10 * 32 * 4]
     assert not [path for path in out.root.rglob("*") if path.suffix in {".bin", ".pt", ".pth", ".pt2"}]
+    table = llama.read_bytes(EMBEDDING)
+    erased = [table[128 * number : 128 * (number + 1)] for number in range(10, VOCABULARY)]
+    assert not [name for name, raw in listing(out.root).items() if any(row in raw for row in erased)]
+
+
+# B19: experts, in one tensor for all of a layer and in a tensor each.
+
+FUSED, ROUTER = "model.layers.{}.mlp.experts.gate_up_proj", "model.layers.{}.mlp.gate.weight"
+PER_EXPERT = "model.layers.{}.mlp.experts.{}.w"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """Two layers of four experts, of which a token takes two; both layouts, since nothing is run."""
+    root = tmp_path_factory.mktemp("mixture") / "source"
+    root.mkdir()
+    tensors = {FUSED.format(layer): torch.rand(4, 6, 5) for layer in (0, 1)}
+    tensors |= {ROUTER.format(layer): torch.rand(4, 5) for layer in (0, 1)}
+    tensors |= {PER_EXPERT.format(layer, expert): torch.rand(3) for layer in (0, 1) for expert in range(4)}
+    save_file(tensors, root / "model.safetensors", {"format": "pt"})
+    config = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    (root / "config.json").write_text(json.dumps(config))
+    return Checkpoint.open(root)
+
+
+def experts(kept: list[int], *layers: int) -> Narrow:
+    names = [name.format(layer) for layer in layers for name in (FUSED, ROUTER)]
+    config = {"num_local_experts": len(kept)}
+    return vocabulary(kept, *names, **{"pass": "experts"}, site="experts", size=4, relabels="channels", config=config)
+
+
+def expert_list(kept: list[int], layer: int) -> DropLayers:
+    gone = tuple(PER_EXPERT.format(layer, number) for number in range(4) if number not in kept)
+    return DropLayers(
+        **{"pass": "experts"}, site=f"model.layers.{layer}.mlp.experts", evidence=PROVED, size=4,
+        prefix=f"model.layers.{layer}.mlp.experts.", kept=IndexSet.of(kept), tensors=gone,
+        config={"num_local_experts": len(kept)},
+    )  # fmt: skip
+
+
+def test_b19_router_and_experts_of_either_layout_keep_the_same_rows(mixture: Checkpoint, tmp_path: Path) -> None:
+    plan = plan_for(mixture, experts([0, 2, 3], 0, 1), expert_list([0, 2, 3], 0), expert_list([0, 2, 3], 1))
+    out = export(mixture, plan, tmp_path / "out")
+    before, after = (load_file(one.root / "model.safetensors") for one in (mixture, out))
+    for layer in (0, 1):
+        for name in (FUSED.format(layer), ROUTER.format(layer)):
+            assert torch.equal(after[name], before[name][[0, 2, 3]])
+        for new, old in enumerate((0, 2, 3)):
+            assert torch.equal(after[PER_EXPERT.format(layer, new)], before[PER_EXPERT.format(layer, old)])
+        assert PER_EXPERT.format(layer, 3) not in after
+    assert out.config["num_local_experts"] == 3
+
+
+@pytest.mark.parametrize(
+    ("rewrites", "message"),
+    [
+        ([experts([0, 1, 2], 0)], r"keeps \[4, .*narrow all layers alike"),
+        ([experts([0, 1, 2], 0), experts([0, 1], 1)], r"keeps \[2, .*narrow all layers alike"),
+        ([expert_list([0, 1, 2], 0)], "the lists of other layers keep another number"),
+        ([expert_list([0, 1, 2], 0), expert_list([0, 1], 1)], "the lists of other layers keep another number"),
+        ([experts([3], 0, 1)], "1 experts would stay, and a token takes 2"),
+    ],
+)
+def test_b19_counts_that_no_config_can_say_are_refused(
+    mixture: Checkpoint, tmp_path: Path, rewrites: list[Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        export(mixture, plan_for(mixture, *rewrites), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_b19_a_config_with_a_number_for_each_layer_may_differ_between_layers(
+    mixture: Checkpoint, tmp_path: Path
+) -> None:
+    first = experts([0, 1, 2], 0).model_copy(update={"config": {"experts_of.0": 3}})
+    (root := tmp_path / "source").mkdir()
+    for name, raw in listing(mixture.root).items():
+        (root / name).write_bytes(raw)
+    (root / "config.json").write_text(json.dumps({"model_type": "mixtral", "experts_of": [4, 4]}))
+    source = Checkpoint.open(root)
+    assert export(source, plan_for(source, first), tmp_path / "out").config["experts_of"] == [3, 4]
 
 
 def test_b26_each_survivor_keeps_its_own_dtype_and_bytes(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ zeros. Writer and verifier both follow these pieces, and neither needs torch.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from collapse.rewrite.config import config_edits
 from collapse.rewrite.module_lists import require_modules
 from collapse.rewrite.quantised import narrow_rows, require_whole_groups
 
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, PLACEHOLDER = "F32", (4,), bytes(16)
 
 
@@ -91,6 +93,7 @@ def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ..
     names = {tensor.source.name: tensor.name for tensor in found if tensor.source is not None}
     edited = config_edits(checkpoint.config, plan) if checkpoint.quantisation else {}
     require_modules(checkpoint, edited, names, plan.of_kind(DropLayers), plan.of_kind(Reroot))
+    _require_even(found, plan)
     return found
 
 
@@ -185,6 +188,46 @@ def _require_distinct(tensors: Sequence[OutputTensor]) -> None:
     twice = next((name for name, count in names.items() if count > 1), None)
     if twice is not None:
         raise PlanError("two tensors would get one name", where=twice, fix="make a new plan")
+
+
+def _require_even(tensors: Sequence[OutputTensor], plan: Plan) -> None:
+    """Refuse counts that differ between layers that were alike: no config of plain transformers can say so.
+
+    A rewrite whose config edits lead into a list, an element for each layer, says it.
+    """
+    for dropped in plan.of_kind(DropLayers):
+        counts = {(other.size, len(other.kept)) for other in plan.of_kind(DropLayers) if _alike(other, dropped)}
+        whole = {_list_of(dropped, tensor.name) for tensor in tensors} - {None, dropped.prefix}
+        if len(counts) > 1 or whole - {other.prefix for other in plan.of_kind(DropLayers)}:
+            raise PlanError("the lists of other layers keep another number", where=dropped.site, fix="make a new plan")
+    listed = {axis.tensor for rewrite in plan.of_kind(Narrow) if _by_layer(rewrite) for axis in rewrite.axes}
+    shapes: dict[tuple[str, tuple[int, ...]], OutputTensor] = {}
+    for tensor in tensors:
+        if tensor.source is None or tensor.source.name in listed:
+            continue
+        first = shapes.setdefault((_without_numbers(tensor.name), tensor.source.shape), tensor)
+        if first.shape != tensor.shape:
+            message = f"keeps {list(tensor.shape)}, {first.name} keeps {list(first.shape)}"
+            raise PlanError(message, where=tensor.name, fix="narrow all layers alike")
+
+
+def _without_numbers(name: str) -> str:
+    return NUMBER.sub("#", name)
+
+
+def _alike(left: DropLayers, right: DropLayers) -> bool:
+    return _without_numbers(left.prefix) == _without_numbers(right.prefix)
+
+
+def _list_of(dropped: DropLayers, name: str) -> str | None:
+    """Return the prefix of the list like that of `dropped`, in whatever layer, to which a tensor belongs."""
+    depth = dropped.prefix.count(".")
+    prefix = "".join(f"{part}." for part in name.split(".")[:depth])
+    return prefix if _without_numbers(prefix) == _without_numbers(dropped.prefix) else None
+
+
+def _by_layer(rewrite: Narrow) -> bool:
+    return any(part.isdecimal() for path in rewrite.config for part in path.split("."))
 
 
 def _narrowed(checkpoint: Checkpoint, plan: Plan) -> dict[str, dict[int, IndexSet]]:
