@@ -5,7 +5,6 @@ Nothing here runs code from the model folder, opens a pickle, or follows an inde
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +16,7 @@ from collapse.canonical import digest
 from collapse.errors import CheckpointError
 from collapse.hashing import file_digests
 from collapse.quantised import Group, Quantisation, quantisation, scheme_of
-from collapse.untrusted import check_config, no_duplicates, read_json
+from collapse.untrusted import check_config, loads, read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -275,7 +274,7 @@ def header_entries(path: Path, name: str) -> tuple[int, tuple[TensorInfo, ...]]:
             raise CheckpointError("the safetensors header is damaged or cut short", where=name, fix="fetch it again")
         raw = stream.read(length)
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
+        header = loads(raw, unique=True)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"the safetensors header is damaged ({error})", where=name, fix="fetch it again"
@@ -292,7 +291,6 @@ def _tensor_info(name: str, entry: Any, file: str, base: int) -> TensorInfo:
     try:
         dtype, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         whole = all(type(n) is int and n >= 0 for n in (*shape, start, stop)) and DTYPE_BITS[dtype] > 0
-        name.encode()
     except (TypeError, KeyError, ValueError):
         whole = False
     if not whole:

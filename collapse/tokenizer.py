@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,7 +12,7 @@ from tokenizers import Tokenizer
 
 from collapse.bpe import Pair, byte_alphabet, fallback_alphabet, ranks_of
 from collapse.errors import CheckpointError, UnsupportedError
-from collapse.untrusted import MAX_TOKENIZER, read_bounded
+from collapse.untrusted import MAX_TOKENIZER, loads, read_bounded
 
 TOKENIZER = "tokenizer.json"
 LEGACY = (
@@ -167,7 +166,7 @@ class TokenizerFile:
 
 
 def _parsed(raw: bytes) -> TokenizerFile:
-    data = json.loads(raw.decode("utf-8"))
+    data = loads(raw)
     model = data["model"]
     _refuse_other_models(model)
     vocab, merges = _vocab(model["vocab"]), tuple(_pair(merge) for merge in model["merges"])
@@ -177,7 +176,6 @@ def _parsed(raw: bytes) -> TokenizerFile:
 
 def _vocab(given: Mapping[str, Any]) -> Mapping[str, int]:
     for token, number in given.items():
-        token.encode()  # a lone surrogate is no text
         if type(number) is not int or not 0 <= number < 1 << 31:
             raise ValueError(f"{token!r} has the id {number!r}")
     return given

@@ -31,6 +31,7 @@ LIMITS = (
     (re.compile(r"labels$"), MAX_MODULES),
     (re.compile(r"(size|dims?|embd|model|positions?|embeddings|length|width|channels|rank|window|ctx)$"), 1 << 31),
 )
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 KERNELS = re.compile(r"(attn|attention|experts)_implementation$")
 
 
@@ -38,7 +39,7 @@ def read_json(path: Path, limit: int = MAX_JSON) -> dict[str, Any]:
     """Read a JSON object; raises `CheckpointError` with the line where it breaks, and above `limit` bytes."""
     try:
         raw = read_bounded(path, limit)
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
+        value = loads(raw, unique=True)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not valid JSON ({error})", where=str(path), fix="fetch the file again") from None
     if not isinstance(value, dict):
@@ -59,8 +60,18 @@ def read_bounded(path: Path, limit: int = MAX_JSON) -> bytes:
     return raw
 
 
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of its pairs; raises `ValueError` where a name stands twice: readers differ in which they take."""
+def loads(raw: bytes, *, unique: bool = False) -> Any:
+    """Return the value of JSON in UTF-8; `unique` refuses objects with a name twice, of which readers differ.
+
+    Raises `ValueError`, also for text with half a surrogate pair, which cannot be written again, and `RecursionError`.
+    """
+    value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
+    if SURROGATE.search(raw):
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a name stands twice")

@@ -123,6 +123,13 @@ headers = damaged(json.loads(TENSOR)) | st.builds(
 lengths = st.none() | st.sampled_from([0, 1, 7, 2**31, 2**63, 2**64 - 1]) | st.integers(0, 200)
 configs = damaged(CONFIG)
 tokenizers = damaged(TOKENIZER)
+NAMES = {
+    "added_tokens_decoder": {"0": {"content": "<eos>"}, "1": {"content": "<pad>"}},
+    "eos_token": "<eos>", "pad_token": {"content": "<pad>"}, "additional_special_tokens": ["<eos>"],
+    "extra_special_tokens": {"x": "<pad>"}, "model_max_length": 10**30,
+}  # fmt: skip
+sides = damaged(CONFIG | {"vocab_size": 400, "bad_words_ids": [[1]], "forced_decoder_ids": [[0, 1]]})
+naming = damaged(NAMES)
 schemas = damaged({"type": "log", "max_tokens": 64, "max_line_length": 80, "workload": {"prompt": 4, "new": 4}})
 corpora = st.tuples(
     st.sampled_from(["a.log", "a.txt", "a.json", "a.jsonl", "a.log.gz", "a.jsonl.gz"]),
@@ -173,6 +180,17 @@ def read_tokenizer(root: Path, raw: bytes) -> None:
     narrow_side_files({"tokenizer.json": raw}, IndexSet.of(range(min(size, 1 << 12))), size)
 
 
+def read_sides(root: Path, config: bytes, names: bytes) -> None:
+    raw = json.dumps(TOKENIZER).encode()
+    rows = max(TokenizerFile.from_bytes(raw).strings) + 1
+    kept = IndexSet.of(range(rows - 1))
+    with contextlib.suppress(CollapseError):
+        narrow_side_files({"tokenizer.json": raw, "added_tokens.json": names}, kept, rows)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        files = {"tokenizer.json": raw, "config.json": config, "generation_config.json": config, name: names}
+        narrow_side_files(files, kept, rows)
+
+
 def read_schema(root: Path, raw: bytes) -> None:
     (root / "schema.json").write_bytes(raw)
     load_schema(root / "schema.json")
@@ -192,6 +210,7 @@ READERS: dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]
     "header": (read_header, (headers, lengths)),
     "config": (read_config, (configs,)),
     "tokenizer": (read_tokenizer, (tokenizers,)),
+    "sides": (read_sides, (sides, naming)),
     "schema": (read_schema, (schemas,)),
     "corpus": (read_text, (corpora,)),
 }

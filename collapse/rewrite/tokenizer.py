@@ -17,7 +17,8 @@ from collapse.canonical import dumps
 from collapse.errors import CheckpointError, PlanError, UnsupportedError
 from collapse.plan import IndexSet
 from collapse.token_ids import ID_FILES, NAME_FILES, map_ids, names_in
-from collapse.tokenizer import LEGACY, TOKENIZER, TokenizerFile, check_decoder
+from collapse.tokenizer import DAMAGE, LEGACY, TOKENIZER, TokenizerFile, check_decoder
+from collapse.untrusted import loads
 
 Json = dict[str, Any]
 
@@ -127,10 +128,15 @@ def _new(new_ids: Mapping[int, int], number: int, file: str, where: str) -> int:
 def _edit(name: str, raw: bytes, change: Callable[[Json], Json]) -> bytes:
     """Apply `change` to a JSON file; a file that it leaves equal keeps its bytes."""
     try:
-        before = json.loads(raw)
+        before = loads(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not valid JSON ({error})", where=name, fix="fetch the file again") from None
-    after = change(before)
+    if not isinstance(before, dict):
+        raise CheckpointError("not a JSON object", where=name, fix="fetch the file again")
+    try:
+        after = change(before)
+    except DAMAGE as error:
+        raise CheckpointError(f"damaged ({type(error).__name__}: {error})", where=name, fix="fetch it again") from None
     return raw if after == before else dumps(after, infinite=True).encode()
 
 
