@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from collapse.canonical import CHUNK
 from collapse.errors import CheckpointError
 
 STEP = 1 << 24  # bytes copied at a time: short enough for signals and for the thread that hashes behind
+BUFFER = 1 << 20
+PAGE = 4096
 CANNOT = frozenset((errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.ETXTBSY, errno.EBADF))
 CACHED_SHARE = 4  # up to a quarter of the memory stays in the page cache: who checks the files reads them next
 
@@ -26,34 +27,35 @@ def _by_sendfile(source: int, target: int, position: int, count: int) -> int:
     return os.sendfile(target, source, position, count)
 
 
-def _by_hand(source: int, target: int, position: int, count: int) -> int:
-    data = os.pread(source, min(count, CHUNK), position)
-    write_all(target, data)
-    return len(data)
-
-
 class Copier:
-    """Copies ranges between open files by the fastest way that this kernel and these file systems have."""
+    """Copies ranges between open files by the fastest way that this kernel and these file systems have.
+
+    The kernel copies page by page, and may share blocks, where source and target begin at the same place of a page;
+    elsewhere it touches each page twice, which took four times as long as a buffer of ours that stays in the cache.
+    """
 
     def __init__(self) -> None:
         ways: list[Copy] = [_in_kernel] if hasattr(os, "copy_file_range") else []
         if hasattr(os, "sendfile"):
             ways.append(_by_sendfile)
         self._ways = ways
+        self._buffer = memoryview(bytearray(BUFFER))
 
     def copy(self, source: int, target: int, start: int, stop: int) -> Iterator[int]:
         """Append bytes `[start, stop)` of `source` at the position of `target`; yield the size of each part.
 
         Raises `CheckpointError` where the source ends before `stop`, and `OSError` where the disk fails.
         """
+        aligned = (os.lseek(target, 0, os.SEEK_CUR) - start) % PAGE == 0
         while start < stop:
-            count = self._some(source, target, start, min(STEP, stop - start))
+            some = self._in_kernel if aligned else self._by_hand
+            count = some(source, target, start, min(STEP, stop - start))
             if not count:
                 raise CheckpointError("the file was cut short while it was read", where="source")
             yield count
             start += count
 
-    def _some(self, source: int, target: int, position: int, count: int) -> int:
+    def _in_kernel(self, source: int, target: int, position: int, count: int) -> int:
         while self._ways:
             try:
                 done = self._ways[0](source, target, position, count)
@@ -65,7 +67,12 @@ class Copier:
             if done:
                 return done
             break  # the end of the file, or a file system that cannot say that it cannot
-        return _by_hand(source, target, position, count)
+        return self._by_hand(source, target, position, count)
+
+    def _by_hand(self, source: int, target: int, position: int, count: int) -> int:
+        done = os.preadv(source, [self._buffer[:count]], position)
+        write_all(target, self._buffer[:done])
+        return done
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

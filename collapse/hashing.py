@@ -13,7 +13,7 @@ from types import TracebackType
 from collapse.canonical import file_digest
 
 READ = 1 << 20  # bytes at a time: they are hashed while they are in the processor's cache
-LAG = 64  # parts of at most `disk.STEP` bytes that the writer may be ahead
+LAG = 128  # parts of at most `disk.STEP` bytes that the writer may be ahead
 WORKERS = min(4, os.cpu_count() or 1)
 
 

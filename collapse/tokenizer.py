@@ -155,7 +155,8 @@ class TokenizerFile:
             file = _parsed(raw)
             _check_ids(file)
             _check_merges(file)
-            tuple(file.named_ids())  # so that later readers may rely on the form of every part
+            for number in file.named_ids():  # so that later readers may rely on the form of every part
+                _require_id(number)
             _ = file.markers
         except DAMAGE as error:
             raise CheckpointError(
@@ -174,10 +175,15 @@ def _parsed(raw: bytes) -> TokenizerFile:
     return TokenizerFile(data, vocab, merges, added, _flavour(data), raw)
 
 
+def _require_id(number: Any) -> int:
+    if type(number) is not int or not 0 <= number < 1 << 31:
+        raise ValueError(f"{number!r} is no token id")
+    return number
+
+
 def _vocab(given: Mapping[str, Any]) -> Mapping[str, int]:
-    for token, number in given.items():
-        if type(number) is not int or not 0 <= number < 1 << 31:
-            raise ValueError(f"{token!r} has the id {number!r}")
+    for number in given.values():
+        _require_id(number)
     return given
 
 
@@ -217,7 +223,7 @@ def _pair(merge: str | list[str]) -> Pair:
 
 def _added(entry: Mapping[str, Any]) -> AddedToken:
     special, single = bool(entry.get("special")), bool(entry.get("single_word"))
-    return AddedToken(int(entry["id"]), str(entry["content"]), special, single)
+    return AddedToken(_require_id(entry["id"]), str(entry["content"]), special, single)
 
 
 def _refuse(what: str, fix: str = "the vocabulary stays as it is") -> UnsupportedError:

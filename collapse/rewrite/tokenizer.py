@@ -49,7 +49,11 @@ def narrow_side_files(files: Mapping[str, bytes], kept: IndexSet, vocab_size: in
     if TOKENIZER in result:
         file = TokenizerFile.from_bytes(result[TOKENIZER])
         check_kept(file, kept, vocab_size)
-        result[TOKENIZER] = narrow_tokenizer(file, new_ids)
+        try:
+            result[TOKENIZER] = narrow_tokenizer(file, new_ids)
+        except DAMAGE as error:
+            what = f"damaged ({type(error).__name__}: {error})"
+            raise CheckpointError(what, where=TOKENIZER, fix="fetch it again") from None
         result |= _narrow_names(result, file, new_ids, vocab_size)
     return result
 
