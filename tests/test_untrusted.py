@@ -219,7 +219,8 @@ def test_a_very_long_line_is_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"padding": True}, {"padding": {"pad_id": []}}, {"version": "\ud800"}, {"pre_tokenizer": 1}, {"post_processor": {"special_tokens": {"a": {}}}},
+        {"padding": True}, {"padding": {"pad_id": []}}, {"version": "\ud800"},
+        {"pre_tokenizer": 1}, {"post_processor": {"special_tokens": {"a": {}}}},
         {"model": {"type": "BPE", "vocab": {"a": []}, "merges": []}}, {"added_tokens": [{"id": "x", "content": "y"}]},
         {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
     ],
