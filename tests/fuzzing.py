@@ -37,7 +37,7 @@ TENSOR = b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 CONFIG = {
     "model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "rope_theta": 10000.0,
-    "eos_token_id": [1, 2], "text_config": {"vocab_size": 8}, "quantization_config": {"bits": 4},
+    "eos_token_id": [1, 2], "text_config": {"vocab_size": 8},
     "id2label": {"0": "a"},
     "rope_scaling": {"rope_type": "default"}, "layer_types": ["full_attention"], "dtype": "float32",
 }  # fmt: skip
