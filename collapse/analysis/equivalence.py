@@ -11,7 +11,6 @@ Constants that a config determines are compared by their bytes.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +22,7 @@ from collapse.analysis.lengths import Lengths, Sizes
 from collapse.analysis.position_values import position_values
 from collapse.analysis.reachability import storage_roots, written_arguments
 from collapse.analysis.value_numbers import Numbering, Numbers
+from collapse.fingerprint import fingerprint
 from collapse.program import Program
 
 Values = Mapping[str, torch.Tensor]
@@ -173,7 +173,7 @@ def _leaves(
         elif item.placeholder not in state:
             value = _value(program, item.target, values)
             if value is not None:
-                keys[item.placeholder] = ("constant", str(value.dtype), tuple(value.shape), _digest(value))
+                keys[item.placeholder] = ("constant", fingerprint(value))
     return keys
 
 
@@ -205,7 +205,3 @@ def _value(program: Program, target: str, values: Values) -> torch.Tensor | None
     traced = program.constants.get(target)
     found = values.get(target) if traced is None or traced.device.type == "meta" else traced
     return None if found is None or found.device.type == "meta" else found
-
-
-def _digest(value: torch.Tensor) -> str:
-    return hashlib.sha256(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()

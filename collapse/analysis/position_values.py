@@ -7,15 +7,14 @@ many values, so such nodes are compared by evaluating them all rather than by ho
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
 
 import torch
 from torch import fx
 
 from collapse.analysis.tables import call_inputs
 from collapse.analysis.tabular import Tabular, tabular_nodes
+from collapse.fingerprint import fingerprint
 from collapse.program import Program
 
 _CONSTANT = frozenset({"buffer", "constant"})
@@ -62,7 +61,7 @@ class _Runner(fx.Interpreter):
             elif node.op == "call_function" and self._can_run(node, facts):
                 self.env[node] = self.run_node(node)
             if node in facts and isinstance(self.env.get(node), torch.Tensor):
-                self.digests[node] = _digest(self.env[node])
+                self.digests[node] = fingerprint(self.env[node])
             self._forget(node)
 
     def _can_run(self, node: fx.Node, facts: Mapping[fx.Node, Tabular]) -> bool:
@@ -72,8 +71,3 @@ class _Runner(fx.Interpreter):
     def _forget(self, node: fx.Node) -> None:
         for value in self.user_to_last_uses.get(node, ()):
             self.env.pop(value, None)
-
-
-def _digest(value: Any) -> str:
-    raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(raw).hexdigest()}"

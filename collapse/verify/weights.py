@@ -6,13 +6,13 @@ ranges copied by the writer and read back by transformers, and rows selected in 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from collapse.checkpoint import Checkpoint
+from collapse.fingerprint import fingerprint
 from collapse.naming import Naming
 from collapse.plan import Plan
 from collapse.program import Program
@@ -22,10 +22,8 @@ from collapse.verdict import Check
 SHOWN = 5
 
 
-def fingerprint(tensor: torch.Tensor) -> str:
-    """Return a digest of shape and values."""
-    plain = tensor.detach().to(torch.float32).contiguous()
-    return f"{tuple(plain.shape)} {hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()}"
+def _fp32(tensor: torch.Tensor) -> str:
+    return fingerprint(tensor.detach().to(torch.float32))
 
 
 def fingerprints(model: nn.Module) -> dict[str, str]:
@@ -34,7 +32,7 @@ def fingerprints(model: nn.Module) -> dict[str, str]:
     tensors = model.state_dict(keep_vars=True)
     for tensor in tensors.values():
         if id(tensor) not in known:
-            known[id(tensor)] = fingerprint(tensor)
+            known[id(tensor)] = _fp32(tensor)
     return {name: known[id(tensor)] for name, tensor in tensors.items()}
 
 
@@ -57,7 +55,7 @@ def weights_check(
     wrong: list[str] = []
     for name, (origin, graph_name) in names.items():
         tensor = weights[graph_name]
-        expected = known.get(id(tensor)) or known.setdefault(id(tensor), fingerprint(tensor))
+        expected = known.get(id(tensor)) or known.setdefault(id(tensor), _fp32(tensor))
         if there.get(name) != expected:
             wrong.append(f"{name} (from {origin})")
     figures: dict[str, float | int | str] = {"tensors": len(names), "differ": len(wrong)}
