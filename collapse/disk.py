@@ -1,78 +1,14 @@
-"""Files on disk: bytes copied by the kernel where it can, and new files that are durable when they are closed."""
+"""Files on disk: new ones that are durable when they are closed, and what the page cache keeps of them."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from collapse.errors import CheckpointError
-
-STEP = 1 << 24  # bytes copied at a time: short enough for signals and for the thread that hashes behind
-BUFFER = 1 << 20
-PAGE = 4096
-CANNOT = frozenset((errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.ENOTSUP, errno.EPERM, errno.ETXTBSY, errno.EBADF))
-CACHED_SHARE = 4  # up to a quarter of the memory stays in the page cache: who checks the files reads them next
-
-Copy = Callable[[int, int, int, int], int]
-
-
-def _in_kernel(source: int, target: int, position: int, count: int) -> int:
-    return os.copy_file_range(source, target, count, position)
-
-
-def _by_sendfile(source: int, target: int, position: int, count: int) -> int:
-    return os.sendfile(target, source, position, count)
-
-
-class Copier:
-    """Copies ranges between open files by the fastest way that this kernel and these file systems have.
-
-    The kernel copies page by page, and may share blocks, where source and target begin at the same place of a page;
-    elsewhere it touches each page twice, which took four times as long as a buffer of ours that stays in the cache.
-    """
-
-    def __init__(self) -> None:
-        ways: list[Copy] = [_in_kernel] if hasattr(os, "copy_file_range") else []
-        if hasattr(os, "sendfile"):
-            ways.append(_by_sendfile)
-        self._ways = ways
-        self._buffer = memoryview(bytearray(BUFFER))
-
-    def copy(self, source: int, target: int, start: int, stop: int) -> Iterator[int]:
-        """Append bytes `[start, stop)` of `source` at the position of `target`; yield the size of each part.
-
-        Raises `CheckpointError` where the source ends before `stop`, and `OSError` where the disk fails.
-        """
-        aligned = (os.lseek(target, 0, os.SEEK_CUR) - start) % PAGE == 0
-        while start < stop:
-            some = self._in_kernel if aligned else self._by_hand
-            count = some(source, target, start, min(STEP, stop - start))
-            if not count:
-                raise CheckpointError("the file was cut short while it was read", where="source")
-            yield count
-            start += count
-
-    def _in_kernel(self, source: int, target: int, position: int, count: int) -> int:
-        while self._ways:
-            try:
-                done = self._ways[0](source, target, position, count)
-            except OSError as error:
-                if error.errno not in CANNOT:
-                    raise
-                self._ways.pop(0)
-                continue
-            if done:
-                return done
-            break  # the end of the file, or a file system that cannot say that it cannot
-        return self._by_hand(source, target, position, count)
-
-    def _by_hand(self, source: int, target: int, position: int, count: int) -> int:
-        done = os.preadv(source, [self._buffer[:count]], position)
-        write_all(target, self._buffer[:done])
-        return done
+CACHED_SHARE = 2  # up to half of the memory stays in the page cache: who checks the files reads them next
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from collapse.canonical import chunks
 from collapse.checkpoint import INDEX, Checkpoint
-from collapse.disk import Copier, fits_cache, new_file, uncache, uncache_file, write_all, write_new
+from collapse.disk import fits_cache, new_file, uncache, uncache_file, write_all, write_new
 from collapse.errors import PlanError
-from collapse.hashing import Followed, Hashing
+from collapse.hashing import Digest, Hashing
 from collapse.manifest import FileRecord
 from collapse.plan import Plan, Reroot
 from collapse.rewrite.bytes import SourceReader, Stretch
@@ -86,53 +86,67 @@ def _edited_bytes(path: Path) -> bytes:
 def _write_weights(
     checkpoint: Checkpoint, files: Sequence[Shard], folder: Path, progress: Progress
 ) -> dict[str, FileRecord]:
-    """Copy the shards one after another, and take their digests meanwhile."""
+    """Fill the shards one after another, and take their digests meanwhile."""
     total = sum(tensor.nbytes for shard in files for tensor in shard.tensors)
     mode = _mode(checkpoint, checkpoint.weight_files[0]) if checkpoint.weight_files else 0o644
-    followed: dict[str, Followed] = {}
+    digests = {shard.file: Digest() for shard in files}
+    keep_cached = fits_cache(checkpoint.weight_bytes + total)
     with SourceReader(checkpoint) as reader, Hashing() as hashing:
-        copy = _ShardCopy(reader, Copier(), fits_cache(checkpoint.weight_bytes + total), progress)
         for shard in files:
             with new_file(folder / shard.file, mode) as descriptor:
-                followed[shard.file] = hashing.follow(descriptor)
-                copy.run(shard, descriptor, followed[shard.file])
-            if not copy.keep_cached:
-                followed[shard.file].digest()  # it is read from the cache, so it comes first
+                _ShardCopy(reader, hashing, digests[shard.file], descriptor, keep_cached, progress).run(shard)
+            if not keep_cached:
                 uncache_file(folder / shard.file)
-        return {name: FileRecord(sha256=file.digest(), bytes=file.size) for name, file in followed.items()}
+        return {name: FileRecord(sha256=digest.hexdigest(), bytes=digest.size) for name, digest in digests.items()}
 
 
 @dataclass(frozen=True)
 class _ShardCopy:
-    """How one shard is filled; `keep_cached` says that source and output fit in the page cache."""
+    """How one shard is filled: each byte is read once, into a buffer from which it is written and hashed.
+
+    `keep_cached` says that source and output fit in the page cache.
+    """
 
     reader: SourceReader
-    copier: Copier
+    hashing: Hashing
+    digest: Digest
+    target: int
     keep_cached: bool
     progress: Progress
 
-    def run(self, shard: Shard, target: int, file: Followed) -> None:
-        for count in self._counts(shard, target):
-            file.written(count)
-            self.progress(count)
-        file.close()
-
-    def _counts(self, shard: Shard, target: int) -> Iterator[int]:
-        head = header(shard.tensors)
-        write_all(target, head)
-        yield len(head)
+    def run(self, shard: Shard) -> None:
+        self._put(header(shard.tensors))
         for tensor in shard.tensors:
             for part in self.reader.parts(tensor):
                 if isinstance(part, Stretch):
-                    yield from self._copied(part, target)
+                    self._copy(part)
                 else:
-                    write_all(target, part)
-                    yield len(part)
+                    self._put(part)
+        self.hashing.end(self.digest)
 
-    def _copied(self, part: Stretch, target: int) -> Iterator[int]:
-        yield from self.copier.copy(part.descriptor, target, part.start, part.stop)
+    def _copy(self, part: Stretch) -> None:
+        position = part.start
+        while position < part.stop:
+            buffer = self.hashing.buffer()
+            count = part.read_into(buffer, position)
+            self._write(buffer, count)
+            position += count
         if not self.keep_cached:
             uncache(part.descriptor, part.start, part.stop - part.start)
+
+    def _put(self, data: bytes | memoryview) -> None:
+        view = memoryview(data)
+        while view:
+            buffer = self.hashing.buffer()
+            count = min(len(buffer), len(view))
+            buffer[:count] = view[:count]
+            self._write(buffer, count)
+            view = view[count:]
+
+    def _write(self, buffer: memoryview, count: int) -> None:
+        write_all(self.target, buffer[:count])
+        self.hashing.add(self.digest, buffer, count)
+        self.progress(count)
 
 
 def _mode(checkpoint: Checkpoint, name: str) -> int:

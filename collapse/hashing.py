@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
+from threading import Event, Thread
 from types import TracebackType
 
 from collapse.canonical import file_digest
 
-READ = 1 << 20  # bytes at a time: they are hashed while they are in the processor's cache
-LAG = 128  # parts of at most `disk.STEP` bytes that the writer may be ahead
+BUFFER = 1 << 20  # bytes: hashed while they are still in the processor's cache
+BUFFERS = 16  # so many the writer may be ahead
 WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -23,76 +24,69 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
         return list(pool.map(file_digest, paths))
 
 
-class Followed:
-    """The digest of a file that grows: it is read back, from the page cache, behind the one who writes it."""
+class Digest:
+    """The digest of one file, and its size so far."""
 
-    def __init__(self, pool: ThreadPoolExecutor, descriptor: int) -> None:
-        self._ends: Queue[int | None] = Queue(LAG)
-        self._end = 0
-        self._closed = False
-        self._descriptor = os.dup(descriptor)
-        self._digest: Future[str] = pool.submit(self._follow)
+    def __init__(self) -> None:
+        self.size = 0
+        self._total = hashlib.sha256()
+        self._whole = Event()
 
-    @property
-    def size(self) -> int:
-        """Bytes written so far."""
-        return self._end
+    def update(self, data: memoryview) -> None:
+        """Take in the next bytes; for the thread that hashes."""
+        self._total.update(data)
 
-    def written(self, count: int) -> None:
-        """Say that `count` more bytes are in the file; waits while too much is not hashed yet."""
-        self._end += count
-        self._ends.put(self._end)
+    def end(self) -> None:
+        """Say that all bytes are in; for the thread that hashes."""
+        self._whole.set()
 
-    def close(self) -> None:
-        """Say that no more bytes come."""
-        if not self._closed:
-            self._closed = True
-            self._ends.put(None)
-
-    def digest(self) -> str:
-        """Wait for the digest; raises `OSError` where the file could not be read back."""
-        self.close()
-        return self._digest.result()
-
-    def _follow(self) -> str:
-        total = hashlib.sha256()
-        position = 0
-        buffer = bytearray(READ)
-        try:
-            while (end := self._ends.get()) is not None:
-                while position < end:
-                    count = os.preadv(self._descriptor, [memoryview(buffer)[: end - position]], position)
-                    if not count:
-                        raise OSError(f"the file ends at byte {position} of {end}")
-                    total.update(memoryview(buffer)[:count])
-                    position += count
-        except BaseException:
-            while self._ends.get() is not None:  # whoever writes must not wait for a thread that is gone
-                pass
-            raise
-        finally:
-            os.close(self._descriptor)
-        return total.hexdigest()
+    def hexdigest(self) -> str:
+        """Wait until all bytes are in, and return the digest (hex)."""
+        self._whole.wait()
+        return self._total.hexdigest()
 
 
 class Hashing:
-    """Follows files in a few threads; a context manager that ends them, also when writing failed."""
+    """Hashes in a thread what another one writes, out of the buffers that it writes from: nothing is read back.
+
+    A context manager; at its end, also when writing failed, the thread is gone.
+    """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(WORKERS)
-        self._files: list[Followed] = []
+        self._free: Queue[memoryview] = Queue()
+        self._full: Queue[tuple[Digest, memoryview, int] | None] = Queue()
+        for _ in range(BUFFERS):
+            self._free.put(memoryview(bytearray(BUFFER)))
+        self._thread = Thread(target=self._run, name="hashing", daemon=True)
 
-    def follow(self, descriptor: int) -> Followed:
-        """Begin to hash the file that `descriptor`, open for reading too, is written to from its start."""
-        self._files.append(Followed(self._pool, descriptor))
-        return self._files[-1]
+    def buffer(self) -> memoryview:
+        """Return a buffer to fill, to be given back by `add`; waits while all are still to be hashed."""
+        return self._free.get()
+
+    def add(self, digest: Digest, buffer: memoryview, count: int) -> None:
+        """Hash the first `count` bytes of a buffer; with none the file is whole."""
+        digest.size += count
+        self._full.put((digest, buffer, count))
+
+    def end(self, digest: Digest) -> None:
+        """Say that the file of `digest` is whole."""
+        self.add(digest, self.buffer(), 0)
+
+    def _run(self) -> None:
+        while (item := self._full.get()) is not None:
+            digest, buffer, count = item
+            if count:
+                digest.update(buffer[:count])
+            else:
+                digest.end()
+            self._free.put(buffer)
 
     def __enter__(self) -> Hashing:
+        self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for file in self._files:
-            file.close()
-        self._pool.shutdown()
+        self._full.put(None)
+        self._thread.join()

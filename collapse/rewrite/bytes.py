@@ -29,6 +29,13 @@ class Stretch:
     start: int
     stop: int
 
+    def read_into(self, buffer: memoryview, position: int) -> int:
+        """Fill `buffer` from byte `position` of the file on, not beyond `stop`; return the number of bytes, never 0."""
+        count = os.preadv(self.descriptor, [buffer[: self.stop - position]], position)
+        if not count:
+            raise _cut_short()
+        return count
+
 
 class SourceReader:
     """Keeps the source's weight files open for reading; a context manager.
