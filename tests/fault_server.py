@@ -28,7 +28,7 @@ from collapse.manifest import write_manifest
 from collapse.plan import Plan
 
 CALLS = {
-    "write": ("write", "copy_file_range", "sendfile"),
+    "write": ("write",),
     "fsync": ("fsync",),
     "rename": ("rename",),
     "close": ("close",),
@@ -121,8 +121,6 @@ class Shim:
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "short" and call.__name__ == "write":
             return call(arguments[0], arguments[1][: (len(arguments[1]) + 1) // 2])
-        if kind == "short" and call.__name__ == "copy_file_range":
-            return call(*arguments[:2], (arguments[2] + 1) // 2, *arguments[3:])
         if kind == "short":
             call(*arguments, **options)
             raise OSError(errno.EIO, os.strerror(errno.EIO))

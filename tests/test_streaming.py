@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import half_plan, shape_of, write_checkpoint
-from collapse import disk, hashing
+from collapse import hashing
 from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
-from collapse.disk import Copier, new_file, write_all
+from collapse.disk import new_file
 from collapse.errors import CheckpointError, PlanError
-from collapse.hashing import Hashing
+from collapse.hashing import Digest, Hashing
 from collapse.plan import IndexSet
 from collapse.rewrite import bytes as source_bytes
 from collapse.rewrite import gather
@@ -74,59 +74,6 @@ def test_few_rows_of_a_large_table_are_read_alone_and_many_with_all_between() ->
 # Copying.
 
 
-def copied(tmp_path: Path, raw: bytes, start: int, stop: int) -> bytes:
-    (tmp_path / "source").write_bytes(raw)
-    (tmp_path / "target").unlink(missing_ok=True)
-    with (tmp_path / "source").open("rb") as source, new_file(tmp_path / "target") as target:
-        write_all(target, b"head")
-        assert sum(Copier().copy(source.fileno(), target, start, stop)) == stop - start
-    return (tmp_path / "target").read_bytes()
-
-
-@pytest.mark.parametrize("ways", [("copy_file_range", "sendfile"), ("copy_file_range",), ("sendfile",), ()])
-@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP])
-def test_where_the_kernel_cannot_copy_another_way_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...], code: int
-) -> None:
-    def cannot(*given: object) -> int:
-        raise OSError(code, os.strerror(code))
-
-    for name in ("copy_file_range", "sendfile"):
-        if name not in ways:
-            monkeypatch.setattr(os, name, cannot)
-    monkeypatch.setattr(disk, "STEP", 1000)
-    raw = os.urandom(10_000)
-    for start in (4, 17):  # at the same place of a page as in the target, and at another
-        assert copied(tmp_path, raw, start, 9_001) == b"head" + raw[start:9_001]
-
-
-def test_a_platform_without_any_of_the_calls_copies_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("copy_file_range", "sendfile", "posix_fadvise"):
-        monkeypatch.delattr(os, name)
-    raw = os.urandom(10_000)
-    assert copied(tmp_path, raw, 0, 10_000) == b"head" + raw
-    disk.uncache_file(tmp_path / "target")
-
-
-def test_an_error_of_the_disk_is_no_reason_to_try_another_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*given: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "copy_file_range", full)
-    with pytest.raises(OSError, match="No space left"):
-        copied(tmp_path, b"x" * 100, 4, 100)
-
-
-@pytest.mark.parametrize("ways", [("copy_file_range", "sendfile"), ()])
-def test_a_source_that_ends_too_soon_is_an_error_and_no_endless_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...]
-) -> None:
-    for name in () if ways else ("copy_file_range", "sendfile"):
-        monkeypatch.delattr(os, name)
-    with pytest.raises(CheckpointError, match="cut short while it was read"):
-        copied(tmp_path, b"x" * 100, 4, 150)
-
-
 def test_a_source_cut_short_after_it_was_opened_is_an_error(llama: Checkpoint, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     folder.mkdir()
@@ -154,38 +101,27 @@ def test_a_new_file_never_follows_a_link_nor_takes_an_old_place(tmp_path: Path) 
 # Hashing behind the writer.
 
 
-def test_the_digest_behind_the_writer_is_that_of_the_file(tmp_path: Path) -> None:
-    parts = [os.urandom(size) for size in (1, 3 << 20, 0, 77, 1 << 20)]
+def test_the_digest_behind_the_writer_is_that_of_the_bytes() -> None:
+    parts = [os.urandom(size) for size in (1, hashing.BUFFER, 77, 5)] * hashing.BUFFERS
     with Hashing() as digests:
-        with new_file(tmp_path / "file") as descriptor:
-            followed = digests.follow(descriptor)
-            for part in parts:
-                write_all(descriptor, part)
-                followed.written(len(part))
-        assert followed.digest() == hashlib.sha256(b"".join(parts)).hexdigest()
-    assert followed.size == sum(map(len, parts))
+        one, other = Digest(), Digest()
+        for number, part in enumerate(parts):
+            buffer = digests.buffer()
+            buffer[: len(part)] = part
+            digests.add((one, other)[number % 2], buffer, len(part))
+        for digest, mine in ((one, parts[::2]), (other, parts[1::2])):
+            digests.end(digest)
+            assert digest.hexdigest() == hashlib.sha256(b"".join(mine)).hexdigest()
+            assert digest.size == sum(map(len, mine))
 
 
-def test_a_writer_that_fails_does_not_wait_for_the_thread_behind_it(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), Hashing() as digests, new_file(tmp_path / "file") as descriptor:
-        digests.follow(descriptor).written(0)
+def test_a_writer_that_fails_leaves_no_thread_behind() -> None:
+    before = threading.active_count()
+    with pytest.raises(ZeroDivisionError), Hashing() as digests:
+        digests.add(Digest(), digests.buffer(), 1)
+        assert threading.active_count() == before + 1
         _ = 1 / 0
-
-
-def test_a_thread_that_fails_does_not_stop_the_writer_but_its_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*given: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "preadv", broken)
-    with Hashing() as digests, new_file(tmp_path / "file") as descriptor:
-        followed = digests.follow(descriptor)
-        for _ in range(3 * hashing.LAG):
-            write_all(descriptor, b"x")
-            followed.written(1)
-        with pytest.raises(OSError, match="Input/output error"):
-            followed.digest()
+    assert threading.active_count() == before
 
 
 def test_what_does_not_fit_in_the_page_cache_is_forgotten_after_its_digest(
