@@ -31,7 +31,7 @@ from collapse.report.render import render
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.specialise import Specialised, has_graph_edits, specialise
-from collapse.rewrite.tensors import token_narrow
+from collapse.rewrite.tensors import output_tensors, token_narrow
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
 from collapse.signing import sign_manifest
@@ -164,13 +164,17 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:
 
 
 def checked(plan: Plan, context: Context) -> Plan:
-    """Return the plan if it was made for this very source and the schema in it; raises `PlanError` otherwise."""
+    """Return the plan if it was made for this very source and the schema in it; raises `PlanError` otherwise.
+
+    Its tensors, axes and rows are compared with the files first: the graph takes them as they are.
+    """
     found = context.checkpoint.digest
     if plan.schema_digest != context.schema.digest:
         raise PlanError("the schema in the plan is not the one it was made for", fix="make a new plan for this schema")
     if plan.source != found:
         reason = f"was made for a source with digest {plan.source[:12]}, this one has {found[:12]}"
         raise PlanError(f"the plan {reason}", where=context.checkpoint.label, fix="make a new one with `collapse plan`")
+    output_tensors(context.checkpoint, plan)
     return plan
 
 

@@ -176,7 +176,7 @@ class Specialise(_Rewrite):
 
     kind: Literal["specialise"] = "specialise"
     graph: GraphEdit | None = None
-    max_tokens: int | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
     unpadded: bool = False
 
 

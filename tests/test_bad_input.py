@@ -17,6 +17,7 @@ from collapse.analysis.token_use import Samples, token_use
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError, PlanError, UnsupportedError
 from collapse.pipeline import checked
+from collapse.plan import Axis, DropLayers, IndexSet, Plan, Specialise
 from collapse.progress import Stopwatch
 from collapse.schema import InputSchema
 from collapse.sequences import context_length, encoder
@@ -25,7 +26,7 @@ from collapse.token_ids import names_in
 from collapse.trace import load_config, meta_model
 from tests.architectures import save_tiny
 from tests.test_export import LOG, TINY, digest_tree, save_tokenizer
-from tests.tiny import plan_for
+from tests.tiny import PROVED, plan_for, vocabulary
 
 
 @pytest.fixture
@@ -143,6 +144,35 @@ def test_a_plan_whose_schema_was_changed_by_hand(model):
     assert checked(plan, context) is plan
     with pytest.raises(PlanError, match="not the one it was made for"):
         checked(plan, SimpleNamespace(checkpoint=context.checkpoint, schema=InputSchema(type="text")))
+
+
+HUGE = 10**30
+ROWS = vocabulary([0], "model.embed_tokens.weight")
+LAYER = {"kind": "drop-layers", "pass": "p", "site": "model.layers", "evidence": PROVED, "prefix": "model.layers."}
+
+
+@pytest.mark.parametrize(("rewrite", "message"), [
+    (ROWS.model_copy(update={"axes": (Axis(tensor="model.embed_tokens.weight", dim=9),)}), "has 2 dimensions"),
+    (ROWS.model_copy(update={"kept": IndexSet(runs=((0, HUGE),))}), "out of range for 64 rows"),
+    (ROWS.model_copy(update={"size": HUGE, "kept": IndexSet(runs=((0, HUGE),))}), "the plan says"),
+    (DropLayers(**LAYER, size=HUGE, kept=IndexSet(runs=((0, HUGE),)), tensors=("no.such",)), "has no tensor"),
+    (DropLayers(**LAYER, size=HUGE, kept=IndexSet(runs=((0, 1), (2, HUGE))), tensors=("model.norm.weight",)),
+     "does not list just the tensors"),
+])  # fmt: skip
+def test_a_plan_whose_numbers_were_changed_by_hand(model, rewrite, message):
+    plan = plan_for(Checkpoint.open(model), rewrite)
+    schema = InputSchema.model_validate(plan.input_schema)
+    with pytest.raises(PlanError, match=message):
+        checked(plan, SimpleNamespace(checkpoint=Checkpoint.open(model), schema=schema))
+
+
+def test_a_longest_sequence_of_no_tokens_is_no_plan(model, tmp_path):
+    folding = Specialise(**{"pass": "p"}, site="graph", evidence=PROVED, graph="fold-constants", max_tokens=1)
+    plan = plan_for(Checkpoint.open(model), folding).to_json()
+    plan["rewrites"][0]["max_tokens"] = -1
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    with pytest.raises(PlanError, match=r"max_tokens = -1: input should be greater than or equal to 1"):
+        Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("option", ["--max-shard-size", "--prompts"])

@@ -21,7 +21,7 @@ def drop_blocks(graph: fx.Graph, program: Program, rewrite: DropLayers) -> tuple
     than the value that flows through the blocks.
     """
     blocks = {int(path.rpartition(".")[2]) for path in program.module_types if _is_block(path, rewrite.site)}
-    if blocks != set(range(rewrite.size)):
+    if len(blocks) != rewrite.size or blocks != set(range(len(blocks))):
         raise PlanError(f"the model has {len(blocks)} blocks here, the plan says {rewrite.size}", where=rewrite.site)
     leaves: list[int] = []
     for number in range(rewrite.size):

@@ -177,10 +177,13 @@ def _erased(checkpoint: Checkpoint, plan: Plan) -> tuple[frozenset[str], frozens
 def _require_whole_blocks(checkpoint: Checkpoint, dropped: DropLayers) -> None:
     """A dropped block goes with all its tensors, and nothing goes with it that is not its own."""
     _require_rows(dropped)
-    numbers = {name: layer_number(dropped, name) for name in checkpoint.tensors}
-    blocks = set(range(dropped.size)) - set(dropped.kept)
-    if set(dropped.tensors) != {name for name, number in numbers.items() if number in blocks}:
+    if set(dropped.tensors) != {name for name in checkpoint.tensors if _goes(dropped, name)}:
         raise PlanError("does not list just the tensors of its blocks", where=dropped.site, fix="make a new plan")
+
+
+def _goes(dropped: DropLayers, name: str) -> bool:
+    number = layer_number(dropped, name)
+    return number is not None and number < dropped.size and number not in dropped.kept
 
 
 def _require_distinct(tensors: Sequence[OutputTensor]) -> None:
