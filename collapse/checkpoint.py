@@ -267,6 +267,8 @@ def header_entries(path: Path, name: str) -> tuple[int, tuple[TensorInfo, ...]]:
     Whether they cover the rest of the file is not looked at. Raises `CheckpointError` on a header that is cut
     short, bad JSON, duplicate names, and a size that does not match dtype and shape.
     """
+    if not path.is_file():  # opening a named pipe would wait for ever
+        raise CheckpointError("is no plain file", where=name, fix="remove it")
     size = path.stat().st_size
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

@@ -108,8 +108,12 @@ def load_manifest(folder: Path) -> Manifest:
 
 def read_manifest(folder: Path) -> bytes:
     """Return the bytes of `collapse.json`; raises `CheckpointError` where there is none."""
+    path = folder / MANIFEST
+    if path.exists() and not path.is_file():  # opening a named pipe would wait for ever
+        message = f"{MANIFEST} is no plain file"
+        raise CheckpointError(message, where=str(folder), fix="give a directory that collapse wrote")
     try:
-        return (folder / MANIFEST).read_bytes()
+        return path.read_bytes()
     except OSError as error:
         message = f"no readable {MANIFEST} ({error.strerror})"
         raise CheckpointError(message, where=str(folder), fix="give a directory that collapse wrote") from None

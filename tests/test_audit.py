@@ -454,3 +454,9 @@ def test_what_claims_nothing_is_bad_input(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError):
         audit(tmp_path / name)
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(CheckpointError, match="no plain file"):
+        audit(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,13 @@ def test_a_typing_error_is_no_erasure(llama: Checkpoint, tmp_path: Path, pattern
             probe(folder, pattern)
         with pytest.raises(CheckpointError):
             assert_erased(folder, pattern)
+
+
+def test_a_weight_file_that_is_a_pipe_is_not_waited_for(llama: Checkpoint, tmp_path: Path) -> None:
+    out = export(llama, plan_for(llama, short(0), short(1)), tmp_path / "out").root
+    os.mkfifo(out / "more.safetensors")
+    with pytest.raises(CheckpointError, match="no plain file"):
+        probe(out, SITE)
 
 
 def test_the_command_prints_json_and_exits_for_ci(command: Command, llama: Checkpoint, tmp_path: Path) -> None:
