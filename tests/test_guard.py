@@ -211,6 +211,11 @@ def test_off_means_off(unguarded: PreTrainedModel) -> None:
             'it, or load with guard="off", which promises nothing',
         ),
         (
+            {"input_ids": ids(1), "position_ids": torch.tensor([[LIMIT]])},
+            "position_ids: position 24 breaks max_tokens 24: the last one is 23; give smaller ones, or load with "
+            'guard="off", which promises nothing',
+        ),
+        (
             {"inputs_embeds": torch.ones(1, 8, 32)},
             "inputs_embeds: breaks modality text: of embeddings nobody can say which tokens they are; give input_ids "
             'without it, or load with guard="off", which promises nothing',
@@ -243,6 +248,14 @@ def test_each_clause_has_its_line(model: PreTrainedModel, call: dict[str, Any], 
 def test_no_other_data_than_token_ids_is_swallowed(model: PreTrainedModel, name: str, value: Any) -> None:
     with pytest.raises(SchemaError, match=f"^{name}: breaks modality text"):
         model(input_ids=ids(8), **{name: value})
+
+
+def test_positions_within_the_bound_and_an_old_name_for_them_are_left_alone(
+    model: PreTrainedModel, unguarded: PreTrainedModel
+) -> None:
+    call = {"input_ids": ids(2), "position_ids": torch.tensor([[LIMIT - 2, LIMIT - 1]])}
+    found = model(**call, cache_position=torch.tensor([LIMIT - 2, LIMIT - 1])).logits
+    assert torch.equal(found, unguarded(**call).logits)
 
 
 def test_a_mask_may_be_given_by_position(model: PreTrainedModel) -> None:

@@ -123,6 +123,13 @@ def test_left_padding_where_the_schema_allows_it(source, plan, model):
 
 def test_wrong_inputs_get_one_clear_error(loaded):
     ids = prompts()
+    for shape in ((0, 3), (2, 0), (3,)):
+        with pytest.raises(SchemaError, match="the ids have the shape"):
+            loaded.prefill(torch.zeros(shape, dtype=torch.long))
+    right = torch.ones_like(ids)
+    right[0, -2:] = 0
+    with pytest.raises(SchemaError, match="zeros after a token; pad on the left"):
+        loaded.prefill(ids, right)
     with pytest.raises(SchemaError, match="25 tokens break max_tokens 24"):
         loaded.prefill(prompts(length=25))
     with pytest.raises(SchemaError, match="break max_tokens 24"):

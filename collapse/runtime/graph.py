@@ -55,9 +55,15 @@ class LoadedGraph:
 
         Raises `SchemaError` for a prompt that is longer, or a mask that is other, than what the graph was made for.
         """
+        if ids.dim() != 2 or not ids.numel():
+            raise SchemaError(
+                f"the ids have the shape {list(ids.shape)}", fix="give [batch, prompt], of a token or more"
+            )
         given = torch.ones_like(ids) if mask is None else mask
         if given.shape != ids.shape:
             raise SchemaError(f"the mask has the shape {list(given.shape)}, the ids have {list(ids.shape)}")
+        if bool((given[:, :-1] > given[:, 1:]).any()):  # the last position would be one of padding
+            raise SchemaError("the mask has zeros after a token", fix="pad on the left")
         return self._run(ids, given, None)
 
     def decode(self, state: State, ids: torch.Tensor) -> State:

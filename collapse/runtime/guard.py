@@ -34,6 +34,7 @@ OFF = 'or load with guard="off", which promises nothing'
 FOREIGN = re.compile(
     r"pixel|image|video|audio|vision|visual|speech|^input_(features|values)|inputs_embeds|^encoder_|^features"
 )
+OLD = ("cache_position",)  # earlier transformers had it; this one ignores it
 TYPE_IDS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "block_sequence_ids")
 
 
@@ -72,7 +73,7 @@ def make_guard(plan: Plan, model: PreTrainedModel, root: Path) -> Guard:
     tables = [rewrite for rewrite in plan.of_kind(Narrow) if rewrite.relabels == "tokens"]
     kept = tables[0].kept if tables else None
     arguments = tuple(inspect.signature(model.forward).parameters)
-    known = {*arguments, *TransformersKwargs.__annotations__, *CACHE_ARGUMENTS, *TYPE_IDS}
+    known = {*arguments, *TransformersKwargs.__annotations__, *CACHE_ARGUMENTS, *TYPE_IDS, *OLD}
     text_inputs = frozenset(name for name in known if not FOREIGN.search(name))
     return Guard(schema, rows, _allowed(schema, kept, rows, root), kept, arguments, text_inputs, reliance(plan))
 
@@ -120,6 +121,7 @@ def check(guard: Guard, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Non
         return
     past = _past(given)
     _check_length(guard, past, ids.shape[1])
+    _check_positions(guard, given.get("position_ids"))
     visible = _visible(given.get("attention_mask"), past, ids.shape[1])
     padded = visible is not None and not bool(visible.all())
     if padded and visible is not None:
@@ -161,6 +163,19 @@ def _check_length(guard: Guard, past: int, new: int) -> None:
     if limit is not None and past + new > limit:
         what = f"{past + new} tokens ({past} in the cache, {new} new) break max_tokens {limit}"
         raise guard.refuse("max_tokens", what, where="input_ids", fix=f"shorten the input or generate less, {OFF}")
+
+
+def _check_positions(guard: Guard, positions: Any) -> None:
+    """Judge positions that the caller counts himself: they say how long the sequence is, however few tokens there are.
+
+    `generate` gives padding the position 1, also where a sequence has one token.
+    """
+    limit = guard.schema.max_tokens
+    if limit is None or not isinstance(positions, Tensor) or not positions.numel():
+        return
+    if (last := int(positions.max())) >= max(limit, 2):
+        what = f"position {last} breaks max_tokens {limit}: the last one is {limit - 1}"
+        raise guard.refuse("max_tokens", what, where="position_ids", fix=f"give smaller ones, {OFF}")
 
 
 def _visible(mask: Any, past: int, new: int) -> Tensor | None:
