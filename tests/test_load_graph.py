@@ -205,9 +205,9 @@ def test_a_slice_pushed_through_keys_and_values_is_refuted(monkeypatch, out, sou
 
 
 def test_rows_of_another_position_are_refuted(monkeypatch, out, source, plan):
-    def first(self, node, cut):
-        taken = self._graph.call_function(torch.ops.aten.slice.Tensor, (node, cut.dim, 0, 1))
-        return self._described(taken, node, cut)
+    def first(self, node, cut, count):
+        taken = self._graph.call_function(torch.ops.aten.slice.Tensor, (node, cut.dim, 0, last_token._most(count)))
+        return self._described(taken, node, cut, count)
 
     monkeypatch.setattr(last_token._Rewriter, "_plain", first)
     planted = reference(source, plan)
