@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,16 @@ def random_plan(source: Checkpoint, seed: int) -> Plan:
         rewrites.append(erase(*gone))
     if shorted:
         rewrites.append(_shorted(shorted, placeholder=drawn.random() < 0.5))
-    for name in rest[: drawn.randrange(1, 8)]:
-        rewrites += _narrowed(source, name, drawn)
+    chosen = {_without_number(name) for name in rest[: drawn.randrange(1, 8)]}
+    left = [name for name in names if name not in {*gone, *shorted}]
+    alike = {one: [name for name in left if _without_number(name) == one] for one in sorted(chosen)}
+    for group in alike.values():  # like layers are cut alike: no config could say otherwise
+        rewrites += _narrowed(source, group, drawn)
     return plan_for(source, *rewrites)
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r"\d+", "#", name)
 
 
 def dropped(source: Checkpoint, layer: int) -> DropLayers:
@@ -79,14 +87,15 @@ def _shorted(names: list[str], *, placeholder: bool) -> ShortCircuit:
     return ShortCircuit(**(whole | {"placeholder": placeholder}))
 
 
-def _narrowed(source: Checkpoint, name: str, drawn: random.Random) -> list[Narrow]:
-    info = source.tensors[name]
+def _narrowed(source: Checkpoint, names: list[str], drawn: random.Random) -> list[Narrow]:
+    info = source.tensors[names[0]]
     if DTYPE_BITS[info.dtype] % 8:
         return []
     found = []
     for dim, size in enumerate(info.shape):
         if size > 1 and drawn.random() < 0.7:
             kept = IndexSet.of(drawn.sample(range(size), drawn.randrange(1, size)))
-            whole = {"pass": "narrow", "site": name, "evidence": PROVED, "size": size, "kept": kept}
-            found.append(Narrow(**whole, axes=(Axis(tensor=name, dim=dim),), relabels="channels"))
+            whole = {"pass": "narrow", "site": names[0], "evidence": PROVED, "size": size, "kept": kept}
+            axes = tuple(Axis(tensor=name, dim=dim) for name in names)
+            found.append(Narrow(**whole, axes=axes, relabels="channels"))
     return found
