@@ -203,6 +203,10 @@ def edited(checkpoint: Checkpoint, root, quantization=None, tensors=None) -> Non
             "format 'nvfp4-pack-quantized'",
         ),
         ({"quant_method": "fp8", "weight_block_size": 3}, "weight_block_size 3"),
+        ({"quant_method": ["gptq"]}, "quantization_config is not understood"),
+        ({"quant_method": "gptq", "bits": [4]}, "quantization_config is not understood"),
+        ({"quant_method": "fp8", "weight_block_size": ["a", 1]}, "quantization_config is not understood"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, "quantization_config is not understood"),
     ],
 )
 def test_what_is_not_known_is_refused_by_name_before_anything_is_read(tmp_path, values, named):
@@ -240,6 +244,16 @@ def test_a_weight_without_a_companion_is_refused(source, scheme, tmp_path):
     edited(checkpoint, tmp_path / "rest", tensors=lambda held: {n: t for n, t in held.items() if n != group.main})
     with pytest.raises(CheckpointError, match="is a companion of a quantised weight that is not there"):
         Checkpoint.open(tmp_path / "rest")
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "awq"])
+@pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
+def test_a_packed_weight_without_rows_and_columns_is_refused(source, scheme, part, tmp_path):
+    checkpoint, _ = source(scheme)
+    name = next(name for name in checkpoint.tensors if name.endswith(part))
+    edited(checkpoint, tmp_path / "flat", tensors=lambda held: held | {name: held[name].flatten()})
+    with pytest.raises(CheckpointError, match="not rows and columns"):
+        Checkpoint.open(tmp_path / "flat")
 
 
 def test_an_expression_that_would_speak_of_another_layer_is_refused(source, tmp_path):

@@ -143,6 +143,7 @@ def _group(scheme: Scheme, form: Form, stem: str, tensors: Mapping[str, Stored])
     if form.main == form.logical and not _is_low(main.dtype) and scheme.method != "bitsandbytes-4bit":
         reason = f"is {main.dtype} and yet has {stem}{form.required[0]}: its values are not quantised ones"
         raise UnsupportedError(reason, where=stem + form.main, fix="give a checkpoint that was saved compressed")
+    _require_tables(scheme, stem, shapes)
     shape, numel = weight_shape(scheme, form, shapes, main.nbytes)
     return Group(
         stem=stem,
@@ -153,6 +154,14 @@ def _group(scheme: Scheme, form: Form, stem: str, tensors: Mapping[str, Stored])
         nbytes=sum(tensors[stem + part].nbytes for part in parts),
         cuts=cuts(scheme, form, shapes),
     )
+
+
+def _require_tables(scheme: Scheme, stem: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """GPTQ and AWQ pack rows and columns, so their values, zeros and scales have both."""
+    for part in ("qweight", "qzeros", "scales") if scheme.method in {"gptq", "awq"} else ():
+        if part in shapes and len(shapes[part]) != 2:
+            reason = f"has the shape {list(shapes[part])}, not rows and columns"
+            raise CheckpointError(reason, where=stem + part, fix=_FETCH)
 
 
 def _refuse_undeclared(tensors: Mapping[str, Stored], known: Quantisation | None) -> None:

@@ -96,8 +96,11 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     Raises `UnsupportedError` naming a `quant_method`, format or layout that is not known.
     """
     for path, values in _places(config):
-        method = _method(path, values)
-        return _READERS[method](method, path, values)
+        try:
+            method = _method(path, values)
+            return _READERS[method](method, path, values)
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:  # a value of another kind
+            raise UnsupportedError(f"{path} is not understood ({error})", where="config.json", fix=_FIX) from None
     return None
 
 
