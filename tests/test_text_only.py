@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from collapse.options import Options
@@ -91,3 +92,14 @@ def test_a_text_model_is_left_alone(tmp_path):
     proposal = TextOnly().propose(context_of(save_tiny("llama", tmp_path)))
     assert proposal.rewrites == ()
     assert [s.reason for s in proposal.skipped] == ["the model is a text model"]
+
+
+def test_two_tensors_that_would_get_one_name_leave_the_model_as_it_is(tmp_path):
+    file = save_tiny("llava", tmp_path) / "model.safetensors"
+    held = load_file(file)
+    name = next(name for name in held if name.endswith("lm_head.weight"))
+    twin = "lm_head.weight" if name != "lm_head.weight" else "language_model.lm_head.weight"
+    save_file(held | {twin: held[name] + 1}, file, {"format": "pt"})
+    proposal = TextOnly().propose(context_of(tmp_path, SCHEMA))
+    assert proposal.rewrites == ()
+    assert "its files cannot be named so" in proposal.skipped[0].reason

@@ -77,6 +77,10 @@ def _prefixes(context: Context, model: TextModel) -> tuple[tuple[str, str], ...]
     resolved = {tensor: context.program.naming.resolve(tensor) for tensor in sorted(weights)}
     targets = {tensor: (wanted[whole], merged) for tensor, (whole, merged) in resolved.items() if whole in wanted}
     plain = {tensor: own for tensor, (own, merged) in targets.items() if not merged}
+    if len(set(plain.values())) < len(
+        plain
+    ):  # one of two tensors of one name is no part of the model; which, is unsaid
+        return None
     pairs = tuple(sorted({_pair(tensor, own) for tensor, own in plain.items()}, key=lambda pair: (-len(pair[0]), pair)))
     naming = naming_of(meta_model(model.config))
     for tensor, target in targets.items():
