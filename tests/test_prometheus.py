@@ -125,6 +125,25 @@ def test_a_file_is_replaced_in_one_step_and_can_be_read_by_others(tmp_path: Path
     assert path.stat().st_mode & 0o777 == 0o666 & ~mask
 
 
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (pipe, tmp_path / "link"):  # /dev/stdout is such a link
+        replace_file(path, b"new")
+        assert os.read(reader, 9) == b"new"
+    os.close(reader)
+    assert pipe.is_fifo() and (tmp_path / "link").is_symlink()
+
+
+def test_a_link_stays_and_its_file_gets_the_content(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    for content in (b"first", b"second"):
+        replace_file(tmp_path / "link", content)
+        assert (tmp_path / "file").read_bytes() == content
+    assert (tmp_path / "link").is_symlink()
+
+
 @pytest.mark.parametrize("place", ["file/x", "nowhere/x", "folder"])
 def test_what_cannot_be_written_is_one_error_and_leaves_nothing(tmp_path: Path, place: str) -> None:
     (tmp_path / "file").write_text("")
