@@ -246,6 +246,15 @@ def test_a_weight_without_a_companion_is_refused(source, scheme, tmp_path):
         Checkpoint.open(tmp_path / "rest")
 
 
+@pytest.mark.parametrize("gone", [("absmax",), ("quant_map",), ("absmax", "quant_map")])
+def test_scales_that_are_quantised_need_both_of_their_own_companions(source, gone, tmp_path):
+    checkpoint, _ = source("double-nf4")
+    names = {f"{checkpoint.quantisation.groups[0].stem}weight.nested_{part}" for part in gone}
+    edited(checkpoint, tmp_path / "half", tensors=lambda held: {n: t for n, t in held.items() if n not in names})
+    with pytest.raises(CheckpointError, match=f"the quantised weight has no {min(names)}"):
+        Checkpoint.open(tmp_path / "half")
+
+
 @pytest.mark.parametrize("scheme", ["gptq", "awq"])
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
 def test_a_packed_weight_without_rows_and_columns_is_refused(source, scheme, part, tmp_path):

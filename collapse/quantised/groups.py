@@ -133,7 +133,7 @@ def _lacking(form: Form, stem: str, tensors: Mapping[str, Stored]) -> int:
 
 
 def _group(scheme: Scheme, form: Form, stem: str, tensors: Mapping[str, Stored]) -> Group:
-    lacking = next((part for part in form.required if stem + part not in tensors), None)
+    lacking = next((part for part in _needed(form, stem, tensors) if stem + part not in tensors), None)
     if lacking is not None:
         reason = f"the quantised weight has no {stem}{lacking}, without which it cannot be read"
         raise CheckpointError(reason, where=stem + form.main, fix=_FETCH)
@@ -154,6 +154,16 @@ def _group(scheme: Scheme, form: Form, stem: str, tensors: Mapping[str, Stored])
         nbytes=sum(tensors[stem + part].nbytes for part in parts),
         cuts=cuts(scheme, form, shapes),
     )
+
+
+_NESTED = ("weight.nested_absmax", "weight.nested_quant_map")  # of bitsandbytes: scales that are quantised themselves
+
+
+def _needed(form: Form, stem: str, tensors: Mapping[str, Stored]) -> tuple[str, ...]:
+    """Return the companions without which this weight cannot be read; scales that are bytes need their own scales."""
+    scales = tensors.get(f"{stem}weight.absmax")
+    nested = any(stem + part in tensors for part in _NESTED) or (scales is not None and scales.dtype == "U8")
+    return form.required + (_NESTED if nested and form.optional == _NESTED else ())
 
 
 def _require_tables(scheme: Scheme, stem: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
