@@ -174,6 +174,9 @@ def checked(plan: Plan, context: Context) -> Plan:
     if plan.source != found:
         reason = f"was made for a source with digest {plan.source[:12]}, this one has {found[:12]}"
         raise PlanError(f"the plan {reason}", where=context.checkpoint.label, fix="make a new one with `collapse plan`")
+    if plan.model_type != context.checkpoint.model_type:
+        reason = f"the plan says model_type {plan.model_type!r}, config.json {context.checkpoint.model_type!r}"
+        raise PlanError(reason, where=context.checkpoint.label, fix="make a new one with `collapse plan`")
     output_tensors(context.checkpoint, plan)
     return plan
 

@@ -144,6 +144,8 @@ def test_a_plan_whose_schema_was_changed_by_hand(model):
     assert checked(plan, context) is plan
     with pytest.raises(PlanError, match="not the one it was made for"):
         checked(plan, SimpleNamespace(checkpoint=context.checkpoint, schema=InputSchema(type="text")))
+    with pytest.raises(PlanError, match="the plan says model_type 'gpt2', config.json 'llama'"):
+        checked(plan.model_copy(update={"model_type": "gpt2"}), context)
 
 
 HUGE = 10**30
