@@ -150,10 +150,11 @@ def _draw(checkpoint: Checkpoint, plan: Plan, corpus: list[Path], field: str | N
 
 def _origin(checkpoint: Checkpoint, watch: Stopwatch) -> tuple[Program, dict[str, Tensor]]:
     """Trace the source and load its weights, to name what is wrong with a refuted output."""
+    from collapse.analysis.ties import config_as_loaded
     from collapse.source_model import source_weights
-    from collapse.trace import load_config, trace
+    from collapse.trace import trace
 
-    return trace(load_config(checkpoint)), source_weights(checkpoint, watch)
+    return trace(config_as_loaded(checkpoint)), source_weights(checkpoint, watch)
 
 
 def _read_ids(path: Path) -> list[list[int]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from collapse.analysis.config_cost import cost_of_config
 from collapse.analysis.config_values import with_values
 from collapse.analysis.flops import Cost, cost
+from collapse.analysis.ties import config_as_loaded
 from collapse.analysis.token_use import Samples
 from collapse.auto import config_from
 from collapse.canonical import dumps
@@ -38,7 +39,7 @@ from collapse.signing import sign_manifest
 from collapse.source_model import load_source, source_weights
 from collapse.sources import resolve
 from collapse.staging import check_output, located, staged
-from collapse.trace import load_config, trace
+from collapse.trace import trace
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify, with_blame
 from collapse.verify.dynamic import Rewritten
@@ -106,7 +107,7 @@ def export(
 def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Options, watch: Stopwatch) -> Context:
     """Open the model, read the corpus, trace: everything that passes look at."""
     checkpoint = model if isinstance(model, Checkpoint) else _open(model, watch)
-    config = load_config(checkpoint)
+    config = config_as_loaded(checkpoint)
     with watch.stage("read corpus"):
         parts = _split(schema, options)
         output = _output_texts(schema, options)

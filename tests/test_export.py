@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -190,3 +191,21 @@ def test_two_letters_of_three_still_sort_in_all_64_cases(tmp_path):
         for _ in range(6):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(ids[:, 6:], inputs.sort(dim=1).values)
+
+
+def test_a_head_that_the_files_untie_is_narrowed_on_its_own(tmp_path):
+    """config.json says that embedding and head are tied, the files hold two tables, and transformers believes them."""
+    source = save_tiny("llama", tmp_path / "source", vocab_size=48)
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    schema = {"type": "text", "tokens": list(range(0, 48, 2)), "max_tokens": 16}
+    result = export(source, tmp_path / "out", schema, Options(prompts=2, new_tokens=4))
+    (narrow,) = result.plan.of_kind(Narrow)
+    assert [axis.tensor for axis in narrow.axes] == ["lm_head.weight", "model.embed_tokens.weight"]
+    ids = torch.tensor([[2, 8, 4]])
+    new = torch.tensor([[list(narrow.kept).index(token) for token in ids[0]]])
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(source)(ids).logits[..., list(narrow.kept)]
+        found = AutoModelForCausalLM.from_pretrained(result.output)(new).logits
+    torch.testing.assert_close(found, expected, rtol=1.3e-6, atol=1e-5)

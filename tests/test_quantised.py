@@ -129,16 +129,23 @@ CUTS = [
 ]  # fmt: skip
 
 
+def _others(tensors, cuts):
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(tuple(f"{one}." for one in cuts))}
+
+
 @pytest.mark.parametrize(("scheme", "main", "dim", "rows"), CUTS)
 def test_whole_blocks_are_cut_with_their_companions(source, scheme, main, dim, rows, tmp_path):
     checkpoint, plain = source(scheme)
     size = plain[f"{UP}.weight"].shape[dim]
-    out = export(checkpoint, plan_for(checkpoint, narrow(f"{UP}.{main}", dim, size, rows)), tmp_path / "out")
+    cuts = [name.removesuffix(f".{main}") for name in checkpoint.tensors if name.endswith(f"mlp.up_proj.{main}")]
+    assert UP in cuts
+    plan = plan_for(checkpoint, *(narrow(f"{one}.{main}", dim, size, rows) for one in cuts))  # like layers alike
+    out = export(checkpoint, plan, tmp_path / "out")
     found = dict(plain_tensors(out))
-    expected = plain[f"{UP}.weight"].index_select(dim, torch.arange(*rows))
-    assert torch.equal(found[f"{UP}.weight"], expected.float())
-    others = {name: tensor for name, tensor in state(out).items() if not name.startswith(f"{UP}.")}
-    assert others == {name: tensor for name, tensor in state(checkpoint).items() if not name.startswith(f"{UP}.")}
+    for one in cuts:
+        expected = plain[f"{one}.weight"].index_select(dim, torch.arange(*rows))
+        assert torch.equal(found[f"{one}.weight"], expected.float())
+    assert _others(state(out), cuts) == _others(state(checkpoint), cuts)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from transformers import PreTrainedConfig
+
 from collapse.checkpoint import Checkpoint, TensorInfo
+from collapse.trace import load_config, meta_model, quiet
 
 
 def duplicates(checkpoint: Checkpoint) -> Mapping[str, str]:
@@ -13,15 +16,26 @@ def duplicates(checkpoint: Checkpoint) -> Mapping[str, str]:
     The original is the name that the model declares as the source of the tie. transformers unties two tensors
     of different value, so those are left alone. Only word embeddings are looked at: no causal LM ties others.
     """
+    return {copy: original for copy, original, equal in _tied_pairs(checkpoint) if equal}
+
+
+def config_as_loaded(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Return the config of the model that transformers makes of the files: it unties tables that differ there."""
+    config = load_config(checkpoint)
+    if not all(equal for _, _, equal in _tied_pairs(checkpoint)):
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    return config
+
+
+def _tied_pairs(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bool]]:
+    """Yield (copy, original, whether their bytes are equal) for tied tensors that the files hold both."""
     tables = [info for info in checkpoint.tensors.values() if _is_vocabulary_table(checkpoint, info)]
-    if len({(info.dtype, info.shape) for info in tables}) == len(tables):
-        return {}
-    found: dict[str, str] = {}
+    if len({info.shape for info in tables}) == len(tables):
+        return
     for copy, original in _tied_names(checkpoint):
         left, right = checkpoint.tensors.get(copy), checkpoint.tensors.get(original)
-        if left and right and same_bytes(checkpoint, left, right):
-            found[copy] = original
-    return found
+        if left and right:
+            yield copy, original, same_bytes(checkpoint, left, right)
 
 
 def same_bytes(checkpoint: Checkpoint, left: TensorInfo, right: TensorInfo) -> bool:
@@ -44,8 +58,6 @@ def _is_vocabulary_table(checkpoint: Checkpoint, info: TensorInfo) -> bool:
 
 def _tied_names(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yield (target, source) of every tie of the model, as the checkpoint spells the names."""
-    from collapse.trace import load_config, meta_model, quiet  # torch is only needed in this rare case
-
     with quiet():
         model = meta_model(load_config(checkpoint))
     prefix = f"{model.base_model_prefix}."

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from collapse.analysis.ties import config_as_loaded
 from collapse.checkpoint import Checkpoint
 from collapse.errors import SchemaError
 from collapse.manifest import load_manifest
@@ -17,7 +18,7 @@ from collapse.progress import Stopwatch
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.specialise import Specialised, specialise
 from collapse.source_model import source_weights
-from collapse.trace import load_config, trace
+from collapse.trace import trace
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def load_graph(directory: str | Path, source: str | Path | None = None) -> Loade
     root = Path(directory)
     plan = load_manifest(root).plan
     checkpoint = Checkpoint.open(Path(source) if source is not None else root)
-    program, weights = trace(load_config(checkpoint)), source_weights(checkpoint, Stopwatch(quiet=True))
+    program, weights = trace(config_as_loaded(checkpoint)), source_weights(checkpoint, Stopwatch(quiet=True))
     if source is not None:
         weights = rewrite_weights(program, weights, plan, checkpoint.config)
         program = rewrite_program(program, plan, checkpoint.config)
