@@ -43,7 +43,7 @@ def summarise(said: str, *, seed: int, seconds: float) -> Summary:
 def main(arguments: Sequence[str]) -> int:
     """Run the tests, and write the counts to `reports/fuzz.json` unless one failed."""
     parser = argparse.ArgumentParser(prog="scripts/bench fuzz", description=__doc__.partition("\n")[0])
-    parser.add_argument("--inputs", type=int, default=3400, help="of each of the six kinds")
+    parser.add_argument("--inputs", type=int, default=3400, help="of each kind")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--report", type=Path, default=REPORT, help="where the counts go as JSON")
     options = parser.parse_args(arguments)
