@@ -250,6 +250,7 @@ NOTHING = "lambda count: None"
 FAULTY = """
 import os, resource, signal
 from collapse.errors import CollapseError
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored
 writes = [0]
 def die(count):
     writes[0] += 1
