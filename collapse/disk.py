@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+AHEAD = 1 << 25  # bytes asked for at a time
 CACHED_SHARE = 2  # up to half of the memory stays in the page cache: who checks the files reads them next
 
 
@@ -63,10 +64,23 @@ def fits_cache(size: int) -> bool:
     return size <= memory // CACHED_SHARE
 
 
-def reads_ahead(descriptor: int) -> None:
-    """Tell the kernel that a file is read from front to back."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+class ReadAhead:
+    """Asks the kernel for what will be read next of a file, so that the disk works while others write and hash."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._asked = (0, 0)
+
+    def reach(self, position: int, stop: int) -> None:
+        """Say that bytes from `position` on are read, and that `stop` is where this stretch ends."""
+        start, end = self._asked
+        if not start <= position <= end:
+            start = end = position
+        if position + AHEAD // 2 >= end and end < stop and hasattr(os, "posix_fadvise"):
+            count = min(AHEAD, stop - end)
+            os.posix_fadvise(self._descriptor, end, count, os.POSIX_FADV_WILLNEED)
+            end += count
+        self._asked = (start, end)
 
 
 def uncache(descriptor: int, start: int = 0, count: int = 0) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from collapse.canonical import CHUNK
 from collapse.checkpoint import Checkpoint, TensorInfo
-from collapse.disk import reads_ahead
+from collapse.disk import ReadAhead
 from collapse.errors import CheckpointError
 from collapse.rewrite import gather
 from collapse.rewrite.tensors import OutputTensor, Piece
@@ -28,9 +28,11 @@ class Stretch:
     descriptor: int
     start: int
     stop: int
+    ahead: ReadAhead
 
     def read_into(self, buffer: memoryview, position: int) -> int:
         """Fill `buffer` from byte `position` of the file on, not beyond `stop`; return the number of bytes, never 0."""
+        self.ahead.reach(position, self.stop)
         count = os.preadv(self.descriptor, [buffer[: self.stop - position]], position)
         if not count:
             raise _cut_short()
@@ -46,6 +48,7 @@ class SourceReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._root = checkpoint.root
         self._files: dict[str, int] = {}
+        self._ahead: dict[str, ReadAhead] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> SourceReader:
@@ -88,7 +91,7 @@ class SourceReader:
             if not isinstance(piece, Piece):
                 yield piece
                 continue
-            stretch = Stretch(self._descriptor(piece.file), piece.start, piece.stop)
+            stretch = Stretch(self._descriptor(piece.file), piece.start, piece.stop, self._ahead[piece.file])
             if piece.stop - piece.start >= LONG:
                 yield stretch
             else:
@@ -96,10 +99,12 @@ class SourceReader:
 
     def _filler(self, info: TensorInfo) -> gather.Fill:
         descriptor = self._descriptor(info.file)
+        ahead = self._ahead[info.file]
 
         def fill(view: memoryview, start: int) -> None:
             position = info.start + start
             while view:
+                ahead.reach(position, info.stop)
                 count = os.preadv(descriptor, [view], position)
                 if not count:
                     raise _cut_short()
@@ -120,7 +125,7 @@ class SourceReader:
         if name not in self._files:
             stream = self._open.enter_context((self._root / name).open("rb", buffering=0))
             self._files[name] = stream.fileno()
-            reads_ahead(stream.fileno())
+            self._ahead[name] = ReadAhead(stream.fileno())
         return self._files[name]
 
 
