@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import half_plan, shape_of, write_checkpoint
-from collapse import hashing
+from collapse import disk, hashing
 from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
 from collapse.disk import new_file
 from collapse.errors import CheckpointError, PlanError
@@ -96,6 +96,18 @@ def test_a_new_file_never_follows_a_link_nor_takes_an_old_place(tmp_path: Path) 
             pytest.fail("it was opened")
     assert (tmp_path / "precious").read_bytes() == b"mine"
     assert not (tmp_path / "made").exists()
+
+
+def test_what_is_read_next_is_asked_for_once_and_never_beyond_the_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, start, count, advice: asked.append((start, count)))
+    monkeypatch.setattr(disk, "AHEAD", 100)
+    ahead = disk.ReadAhead(0)
+    for position in range(1000, 1250, 10):
+        ahead.reach(position, 1250)
+    assert asked == [(1000, 100), (1100, 100), (1200, 50)]
+    ahead.reach(5000, 5010)  # another stretch
+    assert asked[3:] == [(5000, 10)]
 
 
 # Hashing behind the writer.

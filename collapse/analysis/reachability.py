@@ -65,13 +65,13 @@ def live_nodes(graph: fx.Graph) -> set[str]:
     pending = [node for node in graph.nodes if node.op == "output" or _outlives(node, roots)]
     live: set[fx.Node] = set()
     while pending:
-        live_now = _closure(pending, live)
+        live_now = closure(pending, live)
         touched = {roots[node] for node in live_now}
         pending = [node for node, root in writes if root in touched and node not in live]
     return {node.name for node in live}
 
 
-def _closure(start: Iterable[fx.Node], live: set[fx.Node]) -> set[fx.Node]:
+def closure(start: Iterable[fx.Node], live: set[fx.Node]) -> set[fx.Node]:
     """Add everything that `start` depends on to `live`, which is returned."""
     stack = list(start)
     while stack:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import fx
 
+from collapse.analysis.reachability import closure
 from collapse.program import Input, Program, size_of
 
 
@@ -21,23 +22,13 @@ class Prologue(fx.Interpreter):
 
     def evaluate(self, weights: Mapping[str, torch.Tensor], length: int) -> dict[str, torch.Tensor]:
         """Return the values of the wanted nodes by name."""
-        needed = self._needed()
+        needed = closure(self._wanted, set())
         self.args_iter = iter([self._input(item, weights, length) for item in self._program.inputs])
         with torch.no_grad():
             for node in self.graph.nodes:
                 if node.op == "placeholder" or node in needed:
                     self.env[node] = self.run_node(node)
         return {node.name: self.env[node] for node in self._wanted}
-
-    def _needed(self) -> set[fx.Node]:
-        seen: set[fx.Node] = set()
-        stack = list(self._wanted)
-        while stack:
-            node = stack.pop()
-            if node not in seen:
-                seen.add(node)
-                stack.extend(node.all_input_nodes)
-        return seen
 
     def _input(self, item: Input, weights: Mapping[str, torch.Tensor], length: int) -> torch.Tensor:
         if item.role == "constant":
