@@ -5,6 +5,7 @@ Nothing here runs code from the model folder, opens a pickle, or follows an inde
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +28,10 @@ DTYPE_BITS: Mapping[str, int] = {
     "F64": 64, "I64": 64, "U64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
 MAX_RANK = 64
+TWIN = re.compile(r"(pytorch_model|adapter_model|model|consolidated)([._-].*)?\.(bin|pt|pth|ckpt)", re.I | re.S)
 SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt")
-FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".pt2", ".gguf")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+FOREIGN_WEIGHTS = (*PICKLED, ".h5", ".msgpack", ".onnx", ".pt2", ".gguf")
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ def _read_headers(root: Path) -> dict[str, TensorInfo]:
 
 def _no_weights(root: Path) -> CheckpointError:
     others = sorted(p.name for p in root.iterdir() if p.suffix in FOREIGN_WEIGHTS or p.suffix == ".safetensors")
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in others):
+    if any(name.endswith(PICKLED) for name in others):
         return CheckpointError(
             f"only pickled weights ({others[0]}), which can run code when opened",
             where=str(root),
@@ -241,6 +244,24 @@ def _refuse_strays(root: Path, files: list[str]) -> None:
             where=str(root),
             fix="move it out of the directory",
         )
+    twins = sorted(path.name for path in root.iterdir() if is_pickled_twin(path.name))
+    if twins:
+        raise CheckpointError(
+            f"pickled weights ({twins[0]}) beside the safetensors: never opened here, but another loader may take them",
+            where=str(root),
+            fix="delete them, or give a directory without them",
+        )
+
+
+def is_pickled_twin(name: str) -> bool:
+    """Whether a file beside the safetensors is by its name a pickled copy of the weights.
+
+    The rule is by the names that loaders look for: transformers' `pytorch_model` and peft's `adapter_model`, `model`
+    of many trainers, and `consolidated` of the first release of Llama and Mistral; then perhaps a variant or a number
+    after `.`, `-` or `_`, and an ending of pickles. What a trainer leaves beside them (`training_args.bin`,
+    `optimizer.pt`, `scheduler.pt`, `rng_state.pth`) is no weights by that rule; it stays behind, as all pickles do.
+    """
+    return TWIN.fullmatch(name) is not None
 
 
 def read_header(path: Path, name: str) -> tuple[TensorInfo, ...]:

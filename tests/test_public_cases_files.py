@@ -225,12 +225,63 @@ def test_b17_weights_of_any_pickled_kind_are_refused_by_name(tmp_path: Path, nam
         Checkpoint.open(root)
 
 
+TWINS = (
+    "pytorch_model.bin", "PyTorch_Model.BIN", "pytorch_model.fp16.bin", "pytorch_model-00001-of-00002.bin",
+    "pytorch_model_fsdp.bin", "adapter_model.bin", "model.bin", "model.pt", "model-00001-of-00002.pth", "model.ckpt",
+    "consolidated.00.pth", "consolidated.pth",
+)  # fmt: skip
+HARMLESS = (
+    "training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth",
+    "rng_state_0.pth", "modelcard.bin", "tf_model.h5",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_b17_a_pickled_twin_beside_the_weights_is_refused_unopened(tmp_path: Path, name: str) -> None:
+    root = tiny_llama(tmp_path / "model").root
+    torch.save({"x": Payload(tmp_path / "opened")}, root / name)
+    with pytest.raises(CheckpointError) as raised:
+        Checkpoint.open(root)
+    assert str(raised.value) == (
+        f"{root}: pickled weights ({name}) beside the safetensors: never opened here, but another loader may take "
+        "them; delete them, or give a directory without them"
+    )
+    assert not (tmp_path / "opened").exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "fifo"])
+def test_b17_a_pickled_twin_is_refused_whatever_it_is(tmp_path: Path, kind: str) -> None:
+    root = tiny_llama(tmp_path / "model").root
+    make = {"link": lambda path: path.symlink_to("nowhere"), "folder": Path.mkdir, "fifo": os.mkfifo}
+    make[kind](root / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pickled weights \(pytorch_model\.bin\) beside the safetensors"):
+        Checkpoint.open(root)
+
+
+@pytest.mark.parametrize("name", [*HARMLESS, "pytorch_model.bin.index.json", "original"])
+def test_b17_what_is_no_weights_by_its_name_is_ignored_and_stays_behind(tmp_path: Path, name: str) -> None:
+    root = tiny_llama(tmp_path / "model").root
+    before = Checkpoint.open(root)
+    if name == "original":
+        (root / name).mkdir()
+        torch.save({"x": Payload(tmp_path / "opened")}, root / name / "consolidated.00.pth")
+    else:
+        torch.save({"x": Payload(tmp_path / "opened")}, root / name)
+    found = Checkpoint.open(root)
+    assert (found.side_files, found.digest) == (before.side_files, before.digest)
+    out = export(found, plan_for(found), tmp_path / "out").root
+    assert not (out / name).exists() and not (tmp_path / "opened").exists()
+
+
 def test_b17_ten_rows_of_a_table_take_the_space_of_ten_rows(llama: Checkpoint, tmp_path: Path) -> None:
-    (llama.root / "pytorch_model.bin").write_bytes(b"twin")
+    for name in HARMLESS:
+        (llama.root / name).write_bytes(b"what a trainer leaves")
     try:
-        out = export(llama, plan_for(llama, vocabulary(range(10), EMBEDDING)), tmp_path / "out")
+        source = Checkpoint.open(llama.root)
+        out = export(source, plan_for(source, vocabulary(range(10), EMBEDDING)), tmp_path / "out")
     finally:
-        (llama.root / "pytorch_model.bin").unlink()
+        for name in HARMLESS:
+            (llama.root / name).unlink()
     assert llama.weight_bytes - out.weight_bytes == (VOCABULARY - 10) * 32 * 4
     assert out.read_bytes(EMBEDDING) == llama.read_bytes(EMBEDDING)[: 10 * 32 * 4]
     assert not [path for path in out.root.rglob("*") if path.suffix in {".bin", ".pt", ".pth", ".pt2"}]

@@ -246,7 +246,7 @@ def test_a_local_model_is_opened_and_loaded_without_network_pickle_or_its_code(
     root = tiny_llama(tmp_path / "model").root
     (root / "tokenizer.json").write_text(json.dumps(tokenizer_data("byte-level")))
     (root / "modeling_llama.py").write_text("raise SystemExit('the code of the folder was run')")
-    torch.save({}, root / "pytorch_model.bin")
+    torch.save({}, root / "training_args.bin")
 
     def refuse(*given: object, **options: object) -> None:
         pytest.fail("something asked for the network or a pickle")
