@@ -1,9 +1,11 @@
 """`scripts/bench erase`: writing half of a large checkpoint, against `cp` of the bytes that stay.
 
-Each run is a process of its own. Both sides end with an fsync of every file, and begin with their source out of the
-page cache; who goes first changes from round to round. The time is that of staging, writing, hashing and publishing;
-the digest of the source, which a plan needs once, is timed apart. Memory is the highest resident size of the process
-as the kernel has it (VmHWM), shared libraries included: no weight file is ever mapped, so nothing is to be taken off.
+Each run is a process of its own. Both sides end with an fsync of every file; who goes first changes from round to
+round. `read` is how an export finds its source, whose digest has just been taken: in the page cache, as far as it
+fits there. `unread` is one that nobody has read since the machine was started. Both sides begin alike. The time is
+that of staging, writing and publishing; the digests of the source, which a plan needs, and of the output as it is
+read back are timed apart. Memory is the highest resident size of the process as the kernel has it (VmHWM), shared
+libraries included: no weight file is ever mapped, so nothing is to be taken off.
 """
 
 from __future__ import annotations
@@ -36,15 +38,14 @@ from collapse.plan import Plan, Record
 from collapse.staging import staged
 
 REPORT = ROOT / "reports" / "bench-erase.json"
-TOUCHED = 6 << 30  # bytes
+TOUCHED = 10 << 30  # bytes
 NEEDED = 2.1  # times the size of the source: half of it is written, and copied
 
 
 class Round(Record):
     """One round: wall and processor seconds of the writer and of `cp` for the same bytes, and the writer's memory.
 
-    `load` is the system's before the round: where others want the processors too, the thread that hashes, which `cp`
-    lacks, is no longer free.
+    `load` is the system's before the round; `warm` says that both sources were read before.
     """
 
     erase_seconds: float
@@ -53,6 +54,7 @@ class Round(Record):
     copy_cpu_seconds: float
     peak_bytes: int
     load: float
+    warm: bool
 
     @property
     def ratio(self) -> float:
@@ -61,7 +63,7 @@ class Round(Record):
 
 
 class Summary(Record):
-    """All rounds and their medians; `ratio` is the median of the rounds' ratios."""
+    """All rounds and their medians; `ratio` and the speeds are those with a source that was read before."""
 
     source_bytes: int
     written_bytes: int
@@ -70,8 +72,10 @@ class Summary(Record):
     erase_bytes_per_second: float
     copy_bytes_per_second: float
     ratio: float
+    ratio_unread: float
     peak_bytes: int
     source_digest_seconds: float
+    output_digest_seconds: float
     machine: dict[str, str | int]
 
 
@@ -96,9 +100,9 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def run_erase(source: Path, plan: Path, output: Path) -> dict[str, float]:
+def run_erase(source: Path, plan: Path, output: Path, warm: bool = False) -> dict[str, float]:
     """Return `seconds`, `cpu` seconds and `peak` bytes of one run of the writer."""
-    forget(source)
+    prepare(source, warm)
     command = [sys.executable, "-P", "-m", "benchmarks.erase", str(source), str(plan), str(output)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     if done.returncode != 0:
@@ -107,9 +111,9 @@ def run_erase(source: Path, plan: Path, output: Path) -> dict[str, float]:
     return found
 
 
-def run_copy(source: Path, output: Path) -> tuple[float, float]:
+def run_copy(source: Path, output: Path, warm: bool) -> tuple[float, float]:
     """Return the wall and processor seconds that `cp` takes for the files of `source`, fsync included."""
-    forget(source)
+    prepare(source, warm)
     start, cpu = time.perf_counter(), _cpu_of_children()
     subprocess.run(["cp", "-r", str(source), str(output)], check=True)
     subprocess.run(["sync", *map(str, output.iterdir()), str(output)], check=True)
@@ -119,6 +123,13 @@ def run_copy(source: Path, output: Path) -> tuple[float, float]:
 def _cpu_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def prepare(folder: Path, warm: bool) -> None:
+    """Put the files out of the page cache and, for a warm start, read all of them."""
+    forget(folder)
+    if warm:
+        file_digests(sorted(folder.iterdir()))
 
 
 def forget(folder: Path) -> None:
@@ -134,20 +145,20 @@ def forget(folder: Path) -> None:
     del touched
 
 
-def one_round(source: Path, plan: Path, kept: Path, scratch: Path, erase_first: bool) -> Round:
+def one_round(source: Path, plan: Path, kept: Path, scratch: Path, erase_first: bool, warm: bool) -> Round:
     """Run the writer and `cp` of its earlier output `kept`, in one order or the other."""
     output, copy = scratch / "output", scratch / "copy"
     load = os.getloadavg()[0]
     copied = (0.0, 0.0)
     if not erase_first:
-        copied = run_copy(kept, copy)
+        copied = run_copy(kept, copy, warm)
         shutil.rmtree(copy)
-    erased = run_erase(source, plan, output)
+    erased = run_erase(source, plan, output, warm)
     if file_digests(sorted(output.iterdir())) != file_digests(sorted(kept.iterdir())):
         raise CollapseError("two runs wrote different bytes", where=str(output))
     shutil.rmtree(output)
     if erase_first:
-        copied = run_copy(kept, copy)
+        copied = run_copy(kept, copy, warm)
         shutil.rmtree(copy)
     return Round(
         erase_seconds=erased["seconds"],
@@ -156,6 +167,7 @@ def one_round(source: Path, plan: Path, kept: Path, scratch: Path, erase_first: 
         copy_cpu_seconds=copied[1],
         peak_bytes=int(erased["peak"]),
         load=load,
+        warm=warm,
     )
 
 
@@ -168,22 +180,29 @@ def measure(scratch: Path, size: int, rounds: int) -> Summary:
     run_erase(source.root, scratch / "plan.json", kept)
     written = sum(path.stat().st_size for path in kept.iterdir())
     found = tuple(
-        one_round(source.root, scratch / "plan.json", kept, scratch, number % 2 == 0) for number in range(rounds)
+        one_round(source.root, scratch / "plan.json", kept, scratch, number % 2 == 0, warm)
+        for warm in (True, False)
+        for number in range(rounds)
     )
+    read, unread = ([one for one in found if one.warm == warm] for warm in (True, False))
     forget(source.root)
     start = time.perf_counter()
     assert source.digest
     digest_seconds = time.perf_counter() - start
+    start = time.perf_counter()
+    file_digests(sorted(kept.iterdir()))
     return Summary(
         source_bytes=source.weight_bytes,
         written_bytes=written,
         shards=len(source.weight_files),
         rounds=found,
-        erase_bytes_per_second=written / median(one.erase_seconds for one in found),
-        copy_bytes_per_second=written / median(one.copy_seconds for one in found),
-        ratio=median(one.ratio for one in found),
+        erase_bytes_per_second=written / median(one.erase_seconds for one in read),
+        copy_bytes_per_second=written / median(one.copy_seconds for one in read),
+        ratio=median(one.ratio for one in read),
+        ratio_unread=median(one.ratio for one in unread),
         peak_bytes=max(one.peak_bytes for one in found),
         source_digest_seconds=digest_seconds,
+        output_digest_seconds=time.perf_counter() - start,
         machine={
             "cpus": os.cpu_count() or 0,
             "system": f"{platform.system()} {platform.machine()}",
@@ -196,14 +215,16 @@ def show(summary: Summary) -> str:
     """Return the summary as text."""
     lines = [f"{summary.written_bytes / 1e9:.2f} of {summary.source_bytes / 1e9:.2f} GB written"]
     lines += [
-        f"  round {number}: {one.erase_seconds:6.1f} s, cp {one.copy_seconds:6.1f} s, ratio {one.ratio:.2f}, "
+        f"  {'read' if one.warm else 'unread'}, round {number}: {one.erase_seconds:6.1f} s, "
+        f"cp {one.copy_seconds:6.1f} s, ratio {one.ratio:.2f}, "
         f"processor {one.erase_cpu_seconds:.1f} s, cp {one.copy_cpu_seconds:.1f} s, "
         f"peak {one.peak_bytes / 1e6:.0f} MB, load {one.load:.1f}"
         for number, one in enumerate(summary.rounds, start=1)
     ]
     speeds = f"{summary.erase_bytes_per_second / 1e6:.0f} MB/s, cp {summary.copy_bytes_per_second / 1e6:.0f} MB/s"
-    lines.append(f"  median {speeds}, ratio {summary.ratio:.2f}")
-    lines.append(f"digest of the source: {summary.source_digest_seconds:.1f} s")
+    lines.append(f"  median of a read source {speeds}, ratio {summary.ratio:.2f}; unread {summary.ratio_unread:.2f}")
+    seconds = summary.source_digest_seconds, summary.output_digest_seconds
+    lines.append("digest of the source: {:.1f} s, of the output: {:.1f} s".format(*seconds))
     return "\n".join(lines)
 
 

@@ -1,20 +1,17 @@
-"""Writes the collapsed checkpoint into a folder: bytes of the source, copied and hashed in constant memory."""
+"""Writes the collapsed checkpoint into a folder: bytes of the source, copied in constant memory."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from collapse.canonical import chunks
 from collapse.checkpoint import INDEX, Checkpoint
-from collapse.disk import fits_cache, new_file, uncache, uncache_file, write_all, write_new
+from collapse.disk import Flushing, fits_cache, new_file, uncache, uncache_file, write_all, write_new
 from collapse.errors import PlanError
-from collapse.hashing import Digest, Hashing
-from collapse.manifest import FileRecord
 from collapse.plan import Plan, Reroot
 from collapse.rewrite.bytes import SourceReader, Stretch
 from collapse.rewrite.config import config_edits
@@ -22,6 +19,7 @@ from collapse.rewrite.layout import Shard, header, index, shards
 from collapse.rewrite.tensors import output_tensors, token_narrow
 from collapse.untrusted import MAX_TOKENIZER, read_bounded, too_few_experts
 
+BUFFER = 1 << 20  # bytes: they are written while they are still in the processor's cache
 MAX_SHARD_SIZE = 5_000_000_000  # bytes; transformers' own default is of this order
 CONFIG = "config.json"
 Progress = Callable[[int], None]
@@ -34,8 +32,8 @@ def write_checkpoint(
     *,
     max_shard_size: int = MAX_SHARD_SIZE,
     progress: Progress | None = None,
-) -> Mapping[str, FileRecord]:
-    """Write weights, index and side files into the existing, empty `folder`; return what was written.
+) -> None:
+    """Write weights, index and side files into the existing, empty `folder`.
 
     Each file keeps the mode of its source. `progress` is told the number of bytes after each write. Raises
     `PlanError` where the plan does not fit, `OSError` where the disk does not take it.
@@ -44,13 +42,12 @@ def write_checkpoint(
     sides = side_files(checkpoint, plan)
     files = shards(tensors, max_shard_size)
     told = progress or (lambda count: None)
-    written = _write_weights(checkpoint, files, folder, told)
+    _write_weights(checkpoint, files, folder, told)
     if len(files) > 1:
-        written[INDEX] = _write_side(folder / INDEX, [index(files)], _mode(checkpoint, CONFIG), told)
+        _write_side(folder / INDEX, [index(files)], _mode(checkpoint, CONFIG), told)
     for name, content in sides.items():
         data = chunks(checkpoint.root / name) if content is None else [content]
-        written[name] = _write_side(folder / name, data, _mode(checkpoint, name), told)
-    return written
+        _write_side(folder / name, data, _mode(checkpoint, name), told)
 
 
 def side_files(checkpoint: Checkpoint, plan: Plan) -> Mapping[str, bytes | None]:
@@ -83,36 +80,32 @@ def _edited_bytes(path: Path) -> bytes:
     return read_bounded(path, MAX_TOKENIZER) if path.suffix == ".json" else b""
 
 
-def _write_weights(
-    checkpoint: Checkpoint, files: Sequence[Shard], folder: Path, progress: Progress
-) -> dict[str, FileRecord]:
-    """Fill the shards one after another, and take their digests meanwhile."""
-    total = sum(tensor.nbytes for shard in files for tensor in shard.tensors)
+def _write_weights(checkpoint: Checkpoint, files: Sequence[Shard], folder: Path, progress: Progress) -> None:
+    tensors = [tensor for shard in files for tensor in shard.tensors]
+    total = sum(tensor.nbytes for tensor in tensors)
     mode = _mode(checkpoint, checkpoint.weight_files[0]) if checkpoint.weight_files else 0o644
-    digests = {shard.file: Digest() for shard in files}
     keep_cached = fits_cache(checkpoint.weight_bytes + total)
-    with SourceReader(checkpoint) as reader, Hashing() as hashing:
+    with SourceReader(checkpoint, tensors) as reader:
         for shard in files:
             with new_file(folder / shard.file, mode) as descriptor:
-                _ShardCopy(reader, hashing, digests[shard.file], descriptor, keep_cached, progress).run(shard)
+                _ShardCopy(reader, descriptor, Flushing(descriptor), keep_cached, progress).run(shard)
             if not keep_cached:
                 uncache_file(folder / shard.file)
-        return {name: FileRecord(sha256=digest.hexdigest(), bytes=digest.size) for name, digest in digests.items()}
 
 
 @dataclass(frozen=True)
 class _ShardCopy:
-    """How one shard is filled: each byte is read once, into a buffer from which it is written and hashed.
+    """How one shard is filled: each byte is read once, into a small buffer, and written from there.
 
     `keep_cached` says that source and output fit in the page cache.
     """
 
     reader: SourceReader
-    hashing: Hashing
-    digest: Digest
     target: int
+    flushing: Flushing
     keep_cached: bool
     progress: Progress
+    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(BUFFER)))
 
     def run(self, shard: Shard) -> None:
         self._put(header(shard.tensors))
@@ -122,31 +115,20 @@ class _ShardCopy:
                     self._copy(part)
                 else:
                     self._put(part)
-        self.hashing.end(self.digest)
 
     def _copy(self, part: Stretch) -> None:
         position = part.start
         while position < part.stop:
-            buffer = self.hashing.buffer()
-            count = part.read_into(buffer, position)
-            self._write(buffer, count)
+            count = part.read_into(self.buffer, position)
+            self._put(self.buffer[:count])
             position += count
         if not self.keep_cached:
             uncache(part.descriptor, part.start, part.stop - part.start)
 
     def _put(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        while view:
-            buffer = self.hashing.buffer()
-            count = min(len(buffer), len(view))
-            buffer[:count] = view[:count]
-            self._write(buffer, count)
-            view = view[count:]
-
-    def _write(self, buffer: memoryview, count: int) -> None:
-        write_all(self.target, buffer[:count])
-        self.hashing.add(self.digest, buffer, count)
-        self.progress(count)
+        write_all(self.target, data)
+        self.flushing.wrote(len(data))
+        self.progress(len(data))
 
 
 def _mode(checkpoint: Checkpoint, name: str) -> int:
@@ -155,18 +137,10 @@ def _mode(checkpoint: Checkpoint, name: str) -> int:
     return stat.S_IMODE(path.stat().st_mode) & 0o777 if path.exists() else 0o644
 
 
-def _write_side(path: Path, data: Iterable[bytes], mode: int, progress: Progress) -> FileRecord:
-    """Write a small file; its digest is taken on the way."""
-    total = hashlib.sha256()
-    size = 0
-
-    def noted() -> Iterator[bytes]:
-        nonlocal size
+def _write_side(path: Path, data: Iterable[bytes], mode: int, progress: Progress) -> None:
+    def told() -> Iterator[bytes]:
         for part in data:
-            total.update(part)
-            size += len(part)
             yield part
             progress(len(part))
 
-    write_new(path, noted(), mode)
-    return FileRecord(sha256=total.hexdigest(), bytes=size)
+    write_new(path, told(), mode)

@@ -213,10 +213,9 @@ def _apply(context: Context, plan: Plan, target: Path, options: Options, force: 
     before, after = _costs(context, rewritten, plan, watch)
     with staged(target, force, context.checkpoint.root) as staging:
         with watch.stage("write"):
-            known = dict(
-                write_checkpoint(context.checkpoint, plan, staging.folder, max_shard_size=options.max_shard_size)
-            )
-            write_manifest(staging.folder, context.checkpoint, plan, known)
+            write_checkpoint(context.checkpoint, plan, staging.folder, max_shard_size=options.max_shard_size)
+        with watch.stage("digest"):
+            known = write_manifest(staging.folder, context.checkpoint, plan).files
         special = _special(rewritten, plan)
         verdict = _verify(context, plan, staging.folder, rewritten, special, options, watch)
         if verdict.status != "verified":

@@ -130,8 +130,8 @@ class Shim:
 def export(source: Path, plan: Path, output: Path, shard_size: int) -> None:
     checkpoint, wanted = Checkpoint.open(source), Plan.load(plan)
     with staging.staged(output, True, checkpoint.root) as stage:
-        known = write_checkpoint(checkpoint, wanted, stage.folder, max_shard_size=shard_size)
-        write_manifest(stage.folder, checkpoint, wanted, known)
+        write_checkpoint(checkpoint, wanted, stage.folder, max_shard_size=shard_size)
+        write_manifest(stage.folder, checkpoint, wanted)
         stage.publish()
 
 

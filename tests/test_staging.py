@@ -242,8 +242,8 @@ from collapse.staging import staged
 
 source, plan = Checkpoint.open(sys.argv[1]), Plan.load(Path(sys.argv[2]))
 with staged(Path(sys.argv[3]), True, source.root) as stage:
-    known = write_checkpoint(source, plan, stage.folder, max_shard_size=int(sys.argv[4]), progress=PROGRESS)
-    write_manifest(stage.folder, source, plan, known)
+    write_checkpoint(source, plan, stage.folder, max_shard_size=int(sys.argv[4]), progress=PROGRESS)
+    write_manifest(stage.folder, source, plan)
     stage.publish()
 """
 NOTHING = "lambda count: None"

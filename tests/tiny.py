@@ -93,8 +93,8 @@ def positions(count: int, tensor: str = "transformer.wpe.weight") -> Narrow:
 def export(source: Checkpoint, plan: Plan, output: Path, force: bool = False, **options: int) -> Checkpoint:
     """Collapse `source` into `output`, without verifying."""
     with staged(output, force, source.root) as stage:
-        known = write_checkpoint(source, plan, stage.folder, **options)
-        write_manifest(stage.folder, source, plan, known)
+        write_checkpoint(source, plan, stage.folder, **options)
+        write_manifest(stage.folder, source, plan)
         stage.publish()
     return Checkpoint.open(output)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +32,9 @@ class Stretch:
 
     def read_into(self, buffer: memoryview, position: int) -> int:
         """Fill `buffer` from byte `position` of the file on, not beyond `stop`; return the number of bytes, never 0."""
-        self.ahead.reach(position, self.stop)
-        count = os.preadv(self.descriptor, [buffer[: self.stop - position]], position)
+        view = buffer[: self.stop - position]
+        self.ahead.read(len(view))
+        count = os.preadv(self.descriptor, [view], position)
         if not count:
             raise _cut_short()
         return count
@@ -42,13 +43,14 @@ class Stretch:
 class SourceReader:
     """Keeps the source's weight files open for reading; a context manager.
 
-    Files are read, never mapped: reading one that somebody cuts short is an error here, not a crash.
+    Files are read, never mapped: reading one that somebody cuts short is an error here, not a crash. `expected` are
+    the tensors that will be asked for, in order; other ones are read more slowly.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, expected: Iterable[OutputTensor] = ()) -> None:
         self._root = checkpoint.root
         self._files: dict[str, int] = {}
-        self._ahead: dict[str, ReadAhead] = {}
+        self._ahead = ReadAhead(place for tensor in expected for place in self._places(tensor))
         self._open = ExitStack()
 
     def __enter__(self) -> SourceReader:
@@ -70,7 +72,7 @@ class SourceReader:
     def parts(self, tensor: OutputTensor) -> Iterator[Stretch | bytes | memoryview]:
         """Yield the data of `tensor` in order: long runs as places in the source, the rest as bytes."""
         if tensor.source is not None and gather.scattered(tensor):
-            yield from gather.gathered(self._filler(tensor.source), tensor)
+            yield from self._gathered(tensor, tensor.source)
             return
         held: list[bytes] = []
         size = 0
@@ -91,30 +93,43 @@ class SourceReader:
             if not isinstance(piece, Piece):
                 yield piece
                 continue
-            stretch = Stretch(self._descriptor(piece.file), piece.start, piece.stop, self._ahead[piece.file])
+            stretch = Stretch(self._descriptor(piece.file), piece.start, piece.stop, self._ahead)
             if piece.stop - piece.start >= LONG:
                 yield stretch
             else:
                 yield b"".join(self._read(stretch))
 
-    def _filler(self, info: TensorInfo) -> gather.Fill:
+    def _places(self, tensor: OutputTensor) -> Iterator[tuple[int, int, int]]:
+        """Yield what is read of the source's files for a tensor, in order, as (descriptor, start, stop)."""
+        if tensor.source is not None and gather.scattered(tensor):
+            yield self._descriptor(tensor.source.file), tensor.source.start, tensor.source.stop
+            return
+        for piece in tensor.pieces():
+            if isinstance(piece, Piece):
+                yield self._descriptor(piece.file), piece.start, piece.stop
+
+    def _gathered(self, tensor: OutputTensor, info: TensorInfo) -> Iterator[memoryview]:
         descriptor = self._descriptor(info.file)
-        ahead = self._ahead[info.file]
+        seen = info.start
 
         def fill(view: memoryview, start: int) -> None:
+            nonlocal seen
             position = info.start + start
+            self._ahead.read(position + len(view) - seen)  # what lies between is read with it
+            seen = position + len(view)
             while view:
-                ahead.reach(position, info.stop)
                 count = os.preadv(descriptor, [view], position)
                 if not count:
                     raise _cut_short()
                 view, position = view[count:], position + count
 
-        return fill
+        yield from gather.gathered(fill, tensor)
+        self._ahead.read(info.stop - seen)
 
     def _read(self, stretch: Stretch) -> Iterator[bytes]:
         position = stretch.start
         while position < stretch.stop:
+            self._ahead.read(min(CHUNK, stretch.stop - position))
             part = os.pread(stretch.descriptor, min(CHUNK, stretch.stop - position), position)
             if not part:
                 raise _cut_short()
@@ -125,7 +140,6 @@ class SourceReader:
         if name not in self._files:
             stream = self._open.enter_context((self._root / name).open("rb", buffering=0))
             self._files[name] = stream.fileno()
-            self._ahead[name] = ReadAhead(stream.fileno())
         return self._files[name]
 
 
