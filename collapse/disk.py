@@ -110,7 +110,8 @@ def _parts(ranges: Iterable[tuple[int, int, int]]) -> Iterator[tuple[int, int, i
 class Flushing:
     """Starts to bring a growing file to the disk while more is written, so that little is left for its fsync.
 
-    Where the system lacks `sync_file_range`, or the file system refuses it, nothing happens.
+    Where the system lacks `sync_file_range`, or the file system refuses it, nothing happens. What the disk refuses
+    meanwhile is left for fsync to report, since nobody waits here.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.synthetic import half_plan, shape_of, write_checkpoint
-from collapse import disk, hashing
+from collapse import disk
 from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
-from collapse.disk import new_file
+from collapse.disk import Flushing, new_file
 from collapse.errors import CheckpointError, PlanError
-from collapse.hashing import Digest, Hashing
 from collapse.plan import IndexSet
 from collapse.rewrite import bytes as source_bytes
 from collapse.rewrite import gather
@@ -98,42 +95,102 @@ def test_a_new_file_never_follows_a_link_nor_takes_an_old_place(tmp_path: Path) 
     assert not (tmp_path / "made").exists()
 
 
-def test_what_is_read_next_is_asked_for_once_and_never_beyond_the_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, start, count, advice: asked.append((start, count)))
+# Reading ahead.
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """What the kernel was asked for, as (descriptor, start, count)."""
+    calls: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda *given: calls.append(given[:3]))
     monkeypatch.setattr(disk, "AHEAD", 100)
-    ahead = disk.ReadAhead(0)
-    for position in range(1000, 1250, 10):
-        ahead.reach(position, 1250)
-    assert asked == [(1000, 100), (1100, 100), (1200, 50)]
-    ahead.reach(5000, 5010)  # another stretch
-    assert asked[3:] == [(5000, 10)]
+    monkeypatch.setattr(disk, "ASKED", 40)
+    return calls
 
 
-# Hashing behind the writer.
+def test_what_is_read_next_is_asked_for_once_in_order_and_not_too_early(asked: list[tuple[int, int, int]]) -> None:
+    ranges = [(3, 1000, 1250), (3, 5000, 5010), (4, 0, 0), (4, 7, 300)]
+    whole = [(descriptor, byte) for descriptor, start, stop in ranges for byte in range(start, stop)]
+    ahead = disk.ReadAhead(iter(ranges))
+    assert not asked
+    for read in range(0, len(whole), 10):
+        ahead.read(min(10, len(whole) - read))
+        bytes_asked = [(descriptor, start + n) for descriptor, start, count in asked for n in range(count)]
+        assert bytes_asked == whole[: len(bytes_asked)]
+        assert min(read + 100, len(whole)) <= len(bytes_asked) <= read + 10 + 100 + 40
+    assert bytes_asked == whole
+    assert max(count for _, _, count in asked) == 40
 
 
-def test_the_digest_behind_the_writer_is_that_of_the_bytes() -> None:
-    parts = [os.urandom(size) for size in (1, hashing.BUFFER, 77, 5)] * hashing.BUFFERS
-    with Hashing() as digests:
-        one, other = Digest(), Digest()
-        for number, part in enumerate(parts):
-            buffer = digests.buffer()
-            buffer[: len(part)] = part
-            digests.add((one, other)[number % 2], buffer, len(part))
-        for digest, mine in ((one, parts[::2]), (other, parts[1::2])):
-            digests.end(digest)
-            assert digest.hexdigest() == hashlib.sha256(b"".join(mine)).hexdigest()
-            assert digest.size == sum(map(len, mine))
+def test_a_kernel_that_does_not_take_advice_is_no_problem(
+    llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusing(*given: object) -> None:
+        raise OSError(22, "Invalid argument")
+
+    whole = listing(export(llama, plan_for(llama), tmp_path / "usual").root)
+    monkeypatch.setattr(os, "posix_fadvise", refusing)
+    disk.ReadAhead([(0, 0, 1000)]).read(1)
+    assert listing(export(llama, plan_for(llama), tmp_path / "refused").root) == whole
+    monkeypatch.delattr(os, "posix_fadvise")
+    assert listing(export(llama, plan_for(llama), tmp_path / "without").root) == whole
 
 
-def test_a_writer_that_fails_leaves_no_thread_behind() -> None:
-    before = threading.active_count()
-    with pytest.raises(ZeroDivisionError), Hashing() as digests:
-        digests.add(Digest(), digests.buffer(), 1)
-        assert threading.active_count() == before + 1
-        _ = 1 / 0
-    assert threading.active_count() == before
+@pytest.mark.parametrize("long", [1, 1 << 16])
+def test_what_is_asked_for_is_what_is_read_and_both_ways_give_the_same_bytes(
+    llama: Checkpoint, asked: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch, long: int
+) -> None:
+    monkeypatch.setattr(source_bytes, "LONG", long)
+    monkeypatch.setattr(disk, "AHEAD", 0)  # what is not said to be read is not asked for
+    monkeypatch.setattr(disk, "ASKED", 4)
+    monkeypatch.setattr(gather, "BLOCK", 512)  # four rows, so that there are blocks of which nothing stays
+    for plan in (plan_for(llama), plan_for(llama, vocabulary((5, 7, 40), EMBEDDING))):
+        tensors = output_tensors(llama, plan)
+        with SourceReader(llama) as reader:
+            unexpected = [b"".join(map(bytes, reader.chunks(tensor))) for tensor in tensors]
+        assert not asked
+        with SourceReader(llama, tensors) as reader:
+            assert [b"".join(map(bytes, reader.chunks(tensor))) for tensor in tensors] == unexpected
+        scattered = [t for t in tensors if t.source is not None and gather.scattered(t)]
+        extra = sum(t.source.nbytes - t.nbytes for t in scattered if t.source is not None)
+        assert sum(count for _, _, count in asked) == sum(tensor.nbytes for tensor in tensors) + extra
+        assert bool(scattered) == (plan.rewrites != ())
+        asked.clear()
+
+
+def test_tensors_that_come_in_another_order_are_read_all_the_same(llama: Checkpoint) -> None:
+    tensors = output_tensors(llama, plan_for(llama))
+    with SourceReader(llama, tensors[::2]) as reader:
+        for tensor in reversed(tensors):
+            assert b"".join(map(bytes, reader.chunks(tensor))) == llama.read_bytes(tensor.name)
+
+
+# Flushing.
+
+
+def test_what_is_flushed_ascends_and_overlaps_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int, int, int]] = []
+    monkeypatch.setattr(disk, "SYNC_FILE_RANGE", lambda *given: calls.append(given) or -1)
+    monkeypatch.setattr(disk, "FLUSHED", 100)
+    flushing = Flushing(7)
+    for count in (99, 1, 250, 30, 30, 30, 30, 10):
+        flushing.wrote(count)
+    assert calls == [(7, 0, 100, 2), (7, 100, 250, 2), (7, 350, 120, 2)]
+
+
+def test_where_the_system_cannot_flush_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "SYNC_FILE_RANGE", None)
+    monkeypatch.setattr(disk, "FLUSHED", 1)
+    Flushing(-1).wrote(1000)
+
+
+def test_flushing_a_file_changes_no_byte(llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = listing(export(llama, plan_for(llama), tmp_path / "usual").root)
+    monkeypatch.setattr(disk, "FLUSHED", 1)
+    assert listing(export(llama, plan_for(llama), tmp_path / "flushed").root) == whole
+
+
+# The page cache.
 
 
 def test_what_does_not_fit_in_the_page_cache_is_forgotten_after_its_digest(

@@ -55,7 +55,7 @@ def against_source(
         findings.append(
             Finding(rule=SIDE_RULES[problem.kind], file=problem.file, what=problem.what, offset=problem.offset)
         )
-    with SourceReader(source) as reader:
+    with SourceReader(source, expected) as reader:
         equal, unlike = compare(folder, reader, expected, tensors)
     hits, undecided, figures = _search(folder, source, plan, files, equal)
     return Comparison((*findings, *unlike, *map(_finding, hits)), undecided, figures)

@@ -44,7 +44,7 @@ class SourceReader:
     """Keeps the source's weight files open for reading; a context manager.
 
     Files are read, never mapped: reading one that somebody cuts short is an error here, not a crash. `expected` are
-    the tensors that will be asked for, in order; other ones are read more slowly.
+    the tensors that will be asked for, in order; the disk is told of them ahead. Others can be asked for all the same.
     """
 
     def __init__(self, checkpoint: Checkpoint, expected: Iterable[OutputTensor] = ()) -> None:

@@ -179,7 +179,7 @@ def tensor_problems(
 def _byte_problems(
     output: Path, source: Checkpoint, survivors: list[OutputTensor], tensors: Mapping[str, TensorInfo]
 ) -> Iterator[str]:
-    with SourceReader(source) as reader:
+    with SourceReader(source, survivors) as reader:
         for tensor in survivors:
             info = tensors[tensor.name]
             first = next(differences(output / info.file, info, reader.chunks(tensor)), None)
