@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from collapse.canonical import chunks
 from collapse.checkpoint import INDEX, Checkpoint
-from collapse.disk import Flushing, fits_cache, new_file, uncache, uncache_file, write_all, write_new
+from collapse.disk import fits_cache, new_file, uncache, uncache_file, write_new
 from collapse.errors import PlanError
 from collapse.plan import Plan, Reroot
 from collapse.rewrite.bytes import SourceReader, Stretch
@@ -18,8 +18,8 @@ from collapse.rewrite.config import config_edits
 from collapse.rewrite.layout import Shard, header, index, shards
 from collapse.rewrite.tensors import output_tensors, token_narrow
 from collapse.untrusted import MAX_TOKENIZER, read_bounded, too_few_experts
+from collapse.writing import WritingBehind
 
-BUFFER = 1 << 20  # bytes: they are written while they are still in the processor's cache
 MAX_SHARD_SIZE = 5_000_000_000  # bytes; transformers' own default is of this order
 CONFIG = "config.json"
 Progress = Callable[[int], None]
@@ -87,8 +87,8 @@ def _write_weights(checkpoint: Checkpoint, files: Sequence[Shard], folder: Path,
     keep_cached = fits_cache(checkpoint.weight_bytes + total)
     with SourceReader(checkpoint, tensors) as reader:
         for shard in files:
-            with new_file(folder / shard.file, mode) as descriptor:
-                _ShardCopy(reader, descriptor, Flushing(descriptor), keep_cached, progress).run(shard)
+            with new_file(folder / shard.file, mode) as descriptor, WritingBehind(descriptor) as writing:
+                _ShardCopy(reader, writing, keep_cached, progress).run(shard)
             if not keep_cached:
                 uncache_file(folder / shard.file)
 
@@ -101,11 +101,9 @@ class _ShardCopy:
     """
 
     reader: SourceReader
-    target: int
-    flushing: Flushing
+    writing: WritingBehind
     keep_cached: bool
     progress: Progress
-    buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(BUFFER)))
 
     def run(self, shard: Shard) -> None:
         self._put(header(shard.tensors))
@@ -119,16 +117,25 @@ class _ShardCopy:
     def _copy(self, part: Stretch) -> None:
         position = part.start
         while position < part.stop:
-            count = part.read_into(self.buffer, position)
-            self._put(self.buffer[:count])
+            buffer = self.writing.buffer()
+            count = part.read_into(buffer, position)
+            self._write(buffer, count)
             position += count
         if not self.keep_cached:
             uncache(part.descriptor, part.start, part.stop - part.start)
 
     def _put(self, data: bytes | memoryview) -> None:
-        write_all(self.target, data)
-        self.flushing.wrote(len(data))
-        self.progress(len(data))
+        view = memoryview(data)
+        while view:
+            buffer = self.writing.buffer()
+            count = min(len(buffer), len(view))
+            buffer[:count] = view[:count]
+            self._write(buffer, count)
+            view = view[count:]
+
+    def _write(self, buffer: memoryview, count: int) -> None:
+        self.writing.add(buffer, count)
+        self.progress(count)
 
 
 def _mode(checkpoint: Checkpoint, name: str) -> int:
