@@ -38,7 +38,7 @@ from collapse.plan import Plan, Record
 from collapse.staging import staged
 
 REPORT = ROOT / "reports" / "bench-erase.json"
-TOUCHED = 10 << 30  # bytes
+TOUCHED = 14 << 30  # bytes
 NEEDED = 2.1  # times the size of the source: half of it is written, and copied
 
 
@@ -133,15 +133,17 @@ def prepare(folder: Path, warm: bool) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Put the files out of the page cache; nothing else waits to be written when the clock starts.
+    """Put all files of the bench out of the page cache; nothing waits to be written when the clock starts.
 
-    Then use and free memory as the page cache soon will: a virtual machine's free memory may have gone back to its
-    host, and whoever runs first would pay for all of it.
+    What is left there from other runs would have to make room meanwhile, for one side more than for the other. Then use
+    and free memory as the page cache soon will: a virtual machine's free memory may have gone back to its host, and
+    whoever runs first would pay for all of it.
     """
     os.sync()
-    for path in folder.iterdir():
-        uncache_file(path)
-    touched = b"\1" * min(TOUCHED, psutil.virtual_memory().available // 2)
+    for path in folder.parent.rglob("*"):
+        if path.is_file():
+            uncache_file(path)
+    touched = b"\1" * min(TOUCHED, psutil.virtual_memory().available * 3 // 4)
     del touched
 
 
