@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 from small_tokenizers import CORPUS, KINDS, checkpoint, encode, tokenizer_data
 
-from collapse.analysis.bounds import clopper_pearson, hoeffding_bentkus
 from collapse.analysis.spelling import Utf8Pieces, reachable_characters, spellable
 from collapse.analysis.text_source import open_text
 from collapse.analysis.token_use import Declined, Samples, token_use
 from collapse.bpe import closure
+from collapse.certify.bounds import clopper_pearson, hoeffding_bentkus
 from collapse.chat import DATES, ChatTemplate, chat_templates
 from collapse.checkpoint import Checkpoint
 from collapse.errors import SchemaError, UnsupportedError

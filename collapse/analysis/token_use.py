@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from collapse.analysis.bounds import clopper_pearson, hoeffding_bentkus
 from collapse.analysis.spelling import spellable
 from collapse.analysis.text_source import TextSource, open_text
 from collapse.bpe import closure
+from collapse.certify.bounds import clopper_pearson, hoeffding_bentkus
 from collapse.checkpoint import Checkpoint
 from collapse.errors import SchemaError, UnsupportedError
 from collapse.plan import Evidence, Grade, IndexSet

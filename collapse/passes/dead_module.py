@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from collapse.analysis.activation import Activation, profile
-from collapse.analysis.bounds import clopper_pearson
 from collapse.analysis.influence import SAME, JointEffect, Tolerance, joint_effect, single_effects
 from collapse.analysis.position_entropy import fit_threshold, prefix_entropy
 from collapse.analysis.stand_in import StandIn
+from collapse.certify.bounds import clopper_pearson
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Evidence, Replacement, ShortCircuit, Skipped
 

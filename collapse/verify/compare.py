@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from collapse.analysis.bounds import clopper_pearson
+from collapse.certify.bounds import clopper_pearson
 from collapse.verdict import Check
 from collapse.verify.job import Ids, Job, cuts
 from collapse.verify.observe import Continuation, Observation
