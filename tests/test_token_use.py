@@ -1,20 +1,17 @@
 """Which token ids can occur: never too few where proved, honest bounds where not, and what always stays."""
 
-import math
 from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binom
 from small_tokenizers import CORPUS, KINDS, checkpoint, encode, tokenizer_data
 
 from collapse.analysis.spelling import Utf8Pieces, reachable_characters, spellable
 from collapse.analysis.text_source import open_text
 from collapse.analysis.token_use import Declined, Samples, token_use
 from collapse.bpe import closure
-from collapse.certify.bounds import clopper_pearson, hoeffding_bentkus
 from collapse.chat import DATES, ChatTemplate, chat_templates
 from collapse.checkpoint import Checkpoint
 from collapse.errors import SchemaError, UnsupportedError
@@ -316,38 +313,6 @@ def test_generation_marks_and_templates_inside_json(tmp_path):
     text = "{% generation %}{{ messages[0]['content'] }}{% endgeneration %}|"
     source = opened(tmp_path, tokenizer_config__json={"chat_template": [{"name": "default", "template": text}]})
     assert chat_templates(source)[0].samples() == ("a|",)
-
-
-# --- bounds --------------------------------------------------------------------------------------------
-
-
-def test_bounds_without_a_hit_are_the_closed_form():
-    for units in (1, 20, 300):
-        for bound in (clopper_pearson(0, units, 0.05), hoeffding_bentkus(0.0, units, 0.05)):
-            assert bound == pytest.approx(1 - 0.05 ** (1 / units), abs=1e-9)
-
-
-def test_bounds_at_the_ends():
-    assert clopper_pearson(0, 0, 0.05) == clopper_pearson(7, 7, 0.05) == 1.0
-    assert hoeffding_bentkus(0.0, 0, 0.05) == hoeffding_bentkus(1.0, 9, 0.05) == 1.0
-
-
-@pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("bound", [clopper_pearson, lambda hits, n, d: hoeffding_bentkus(hits / n, n, d)])
-def test_a_bound_is_wrong_no_more_often_than_it_says(bound, share):
-    units, delta = 60, 0.05
-    wrong = sum(binom.pmf(hits, units, share) for hits in range(units + 1) if bound(hits, units, delta) < share)
-    assert wrong <= delta
-    assert bound(6, units, delta) < 0.25, "a bound of 1 would pass too"
-
-
-@settings(max_examples=30)
-@given(mean=st.floats(0, 0.99), units=st.integers(1, 500))
-def test_the_bound_lies_above_the_mean_and_falls_with_more_units(mean, units):
-    bound = hoeffding_bentkus(mean, units, 0.05)
-    assert mean <= bound <= 1
-    assert hoeffding_bentkus(mean, 4 * units, 0.05) <= bound + 1 / units
-    assert not math.isnan(bound)
 
 
 # --- the pass ------------------------------------------------------------------------------------------

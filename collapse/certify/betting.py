@@ -13,12 +13,13 @@ import math
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import brentq
 from scipy.special import logsumexp
 
 # Losses per sequence vary little beside what they could be, so the boldest bet is the best one and gets most.
 BETS = 2.0 ** -np.arange(8)  # of the largest bet that keeps the capital non-negative
 SHARES = 3.0 ** -np.arange(8) / np.sum(3.0 ** -np.arange(8))
-STEPS = 200
+PRECISION = 1e-13  # relative, of a crossing; it is added to the bound, so that no bound is rounded down
 
 
 def log_capital(excess: NDArray[np.float64], ceiling: float) -> float:
@@ -49,21 +50,17 @@ def ratio_upper(losses: NDArray[np.float64], scales: NDArray[np.float64], delta:
     """
     if not np.any(scales > 0):
         return None
-    goal = -math.log(delta)
+    missing = math.log(delta)  # of the capital that refutes
 
-    def refuted(ratio: float) -> bool:
-        return log_capital(losses - ratio * scales, ceiling) >= goal
+    def gain(ratio: float) -> float:
+        return log_capital(losses - ratio * scales, ceiling) + missing
 
     low, high = 0.0, ceiling / float(np.max(scales))
-    if refuted(low):
+    if gain(low) >= 0:
         return low
-    while not refuted(high):
+    while gain(high) < 0:
         low, high = high, 2 * high
         if math.isinf(high):
             return None
-    for _ in range(STEPS):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        low, high = (low, middle) if refuted(middle) else (middle, high)
-    return high
+    crossing = float(brentq(gain, low, high, xtol=PRECISION * high, rtol=PRECISION))
+    return min(high, crossing + PRECISION * (crossing + high))

@@ -95,7 +95,7 @@ def _check(source_logits: Tensor, logits: Tensor, targets: Tensor, columns: Tens
     tokens, size = len(targets), source_logits.shape[-1]
     shapes = f"{list(source_logits.shape)}, {list(logits.shape)}, {list(targets.shape)} with {len(columns)} kept ids"
     fits = source_logits.shape == (tokens, size) and logits.shape == (tokens, len(columns)) and targets.ndim == 1
-    if not fits or not tokens:
+    if not fits or 0 in logits.shape:
         raise PlanError(f"logits of the source, of the output, and targets do not fit together: {shapes}")
     distinct = len(torch.unique(columns)) == len(columns)
     if not distinct or any(bool((ids < 0).any() or (ids >= size).any()) for ids in (targets, columns)):
@@ -114,7 +114,7 @@ def _compare(source_logits: Tensor, logits: Tensor, targets: Tensor, columns: Te
     return _Rows(
         source_nll=-source.gather(-1, targets[:, None])[:, 0],
         nll=torch.where(column >= 0, nll, math.inf),
-        kl=_divergence(source[:, columns], found),
+        kl=_divergence(source_logits[:, columns].double().log_softmax(-1), found),
         lost_mass=source[:, column_of < 0].exp().sum(-1),
         flip=source_logits.argmax(-1) != columns[logits.argmax(-1)],
         confident=source.amax(-1).exp() >= CONFIDENT,
@@ -122,9 +122,8 @@ def _compare(source_logits: Tensor, logits: Tensor, targets: Tensor, columns: Te
 
 
 def _divergence(source: Tensor, found: Tensor) -> Tensor:
-    """KL divergence of `source`, renormalised, from `found`; both are log-probabilities, [rows, ids]."""
-    reference = source - source.logsumexp(-1, keepdim=True)
-    terms = torch.where(reference == -math.inf, 0.0, reference.exp() * (reference - found))
+    """KL divergence of `source` from `found`, [rows]; both are log-probabilities, [rows, ids]."""
+    terms = torch.where(source == -math.inf, 0.0, source.exp() * (source - found))
     return terms.sum(-1).clamp(min=0.0)  # rounding can leave -1e-17
 
 
