@@ -60,7 +60,8 @@ def test_hoeffding_bentkus_is_the_smaller_of_its_two_terms():
     hoeffding = math.exp(-40 * (0.25 * math.log(0.5) + 0.75 * math.log(1.5)))
     assert bentkus < hoeffding
     assert hoeffding_bentkus_p(0.25, 40, 0.5) == pytest.approx(bentkus, rel=1e-12)
-    # A mean that is no multiple of 1/n is rounded up by Bentkus, and then Hoeffding's term can win.
+    # A mean that is no multiple of 1/n is rounded up by Bentkus; then Hoeffding's term can win.
+    assert hoeffding_bentkus_p(0.245, 40, 0.5) == pytest.approx(bentkus, rel=1e-12)
     bentkus, hoeffding = math.e * (1 + 8) / 256, math.exp(-8 * (0.01 * math.log(0.02) + 0.99 * math.log(1.98)))
     assert hoeffding < bentkus
     assert hoeffding_bentkus_p(0.01, 8, 0.5) == pytest.approx(hoeffding, rel=1e-12)

@@ -110,11 +110,13 @@ def _compare(source_logits: Tensor, logits: Tensor, targets: Tensor, columns: Te
     column_of = torch.full(source.shape[-1:], -1, device=source.device)
     column_of[columns] = torch.arange(len(columns), device=source.device)
     column = column_of[targets]
+    whole = torch.equal(columns, torch.arange(source.shape[-1], device=source.device))
+    kept_source = source if whole else source_logits[:, columns].double().log_softmax(-1)
     nll = -found.gather(-1, column.clamp(min=0)[:, None])[:, 0]
     return _Rows(
         source_nll=-source.gather(-1, targets[:, None])[:, 0],
         nll=torch.where(column >= 0, nll, math.inf),
-        kl=_divergence(source_logits[:, columns].double().log_softmax(-1), found),
+        kl=_divergence(kept_source, found),
         lost_mass=source[:, column_of < 0].exp().sum(-1),
         flip=source_logits.argmax(-1) != columns[logits.argmax(-1)],
         confident=source.amax(-1).exp() >= CONFIDENT,
