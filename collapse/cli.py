@@ -81,13 +81,14 @@ def export(
     """Collapse MODEL for the inputs of a schema: decide, rewrite, erase, verify, report."""
     from collapse.pipeline import export as run
     from collapse.plan import Plan
+    from collapse.rewrite.values import load_values
 
     reviewed = Plan.load(plan) if plan else None
+    values = load_values(reviewed, plan) if reviewed and plan else None
     options = _options(corpus, field, stage, placeholder, threshold, passes, seed, max_shard_size, prompts, sign)
     watch = _watch(quiet)
-    result = run(
-        model, output or _default_output(model, schema), schema, options, plan=reviewed, force=force, watch=watch
-    )
+    target = output or _default_output(model, schema)
+    result = run(model, target, schema, options, plan=reviewed, values=values, force=force, watch=watch)
     _tell(result, watch, as_json, quiet)
 
 
@@ -118,9 +119,8 @@ def make(
         reason = "is a directory" if output.is_dir() else "its directory does not exist"
         raise OutputError(f"cannot be written: {reason}", where=str(output), fix="name a file")
     watch = _watch(quiet)
-    result = make_plan(model, schema, _options(corpus, field, stage, placeholder, threshold, passes, seed), watch=watch)
-    if output:
-        result.plan.save(output)
+    options = _options(corpus, field, stage, placeholder, threshold, passes, seed)
+    result = make_plan(model, schema, options, save=output, watch=watch)
     _tell(result, watch, as_json, quiet)
 
 

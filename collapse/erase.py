@@ -1,4 +1,4 @@
-"""Writes the collapsed checkpoint into a folder: bytes of the source, copied in constant memory."""
+"""Writes the collapsed checkpoint into a folder: bytes of the source or of a values file, in constant memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from collapse.rewrite.bytes import SourceReader, Stretch
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.layout import Shard, header, index, shards
 from collapse.rewrite.tensors import output_tensors, token_narrow
+from collapse.rewrite.values import Values, require_values
 from collapse.untrusted import MAX_TOKENIZER, read_bounded, too_few_experts
 from collapse.writing import WritingBehind
 
@@ -30,19 +31,22 @@ def write_checkpoint(
     plan: Plan,
     folder: Path,
     *,
+    values: Values | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
     progress: Progress | None = None,
 ) -> None:
     """Write weights, index and side files into the existing, empty `folder`.
 
-    Each file keeps the mode of its source. `progress` is told the number of bytes after each write. Raises
-    `PlanError` where the plan does not fit, `OSError` where the disk does not take it.
+    Each file keeps the mode of its source. `values` has the data of replaced tensors. `progress` is told the number of
+    bytes after each write. Raises `PlanError`, before anything is written, where plan or values do not fit, `OSError`
+    where the disk does not take it.
     """
     tensors = output_tensors(checkpoint, plan)
+    require_values(tensors, values)
     sides = side_files(checkpoint, plan)
     files = shards(tensors, max_shard_size)
     told = progress or (lambda count: None)
-    _write_weights(checkpoint, files, folder, told)
+    _write_weights(checkpoint, files, folder, values, told)
     if len(files) > 1:
         _write_side(folder / INDEX, [index(files)], _mode(checkpoint, CONFIG), told)
     for name, content in sides.items():
@@ -80,12 +84,14 @@ def _edited_bytes(path: Path) -> bytes:
     return read_bounded(path, MAX_TOKENIZER) if path.suffix == ".json" else b""
 
 
-def _write_weights(checkpoint: Checkpoint, files: Sequence[Shard], folder: Path, progress: Progress) -> None:
+def _write_weights(
+    checkpoint: Checkpoint, files: Sequence[Shard], folder: Path, values: Values | None, progress: Progress
+) -> None:
     tensors = [tensor for shard in files for tensor in shard.tensors]
     total = sum(tensor.nbytes for tensor in tensors)
     mode = _mode(checkpoint, checkpoint.weight_files[0]) if checkpoint.weight_files else 0o644
     keep_cached = fits_cache(checkpoint.weight_bytes + total)
-    with SourceReader(checkpoint, tensors) as reader:
+    with SourceReader(checkpoint, tensors, values=values) as reader:
         for shard in files:
             with new_file(folder / shard.file, mode) as descriptor, WritingBehind(descriptor) as writing:
                 _ShardCopy(reader, writing, keep_cached, progress).run(shard)

@@ -9,5 +9,10 @@ import torch
 
 def fingerprint(tensor: torch.Tensor) -> str:
     """Return dtype, shape and SHA-256 of the bytes of a tensor on the CPU; equal only for equal tensors."""
+    return f"{tensor.dtype} {tuple(tensor.shape)} {data_digest(tensor)}"
+
+
+def data_digest(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 (hex) of the bytes of a tensor on the CPU, as a safetensors file has them."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return f"{tensor.dtype} {tuple(tensor.shape)} {hashlib.sha256(raw.data).hexdigest()}"
+    return hashlib.sha256(raw.data).hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -14,7 +14,7 @@ from collapse.checkpoint import Checkpoint
 from collapse.disk import write_new
 from collapse.errors import CheckpointError
 from collapse.plan import Plan, Record, first_problem
-from collapse.rewrite.tensors import output_tensors, parameters_of
+from collapse.rewrite.tensors import OutputTensor, output_tensors, parameters_of
 
 MANIFEST = "collapse.json"
 SIGNATURE = "collapse.sig"  # over the bytes of the manifest, and so of everything that it lists
@@ -54,6 +54,9 @@ class Manifest(Record):
     versions: dict[str, str] = Field(description="of the libraries that wrote the directory")
     kept: Totals
     erased: Totals
+    replaced: Totals = Field(
+        default=Totals(tensors=0, parameters=0, bytes=0), description="of `kept`, what is computed"
+    )
 
 
 def versions() -> dict[str, str]:
@@ -73,9 +76,7 @@ def make_manifest(
     """Describe `folder` as it is; files in `known` are not read again."""
     files = {name: (known or {}).get(name) or record_of(folder / name) for name in file_names(folder)}
     kept = output_tensors(checkpoint, plan)
-    after = Totals(
-        tensors=len(kept), parameters=parameters_of(checkpoint, kept), bytes=sum(tensor.nbytes for tensor in kept)
-    )
+    after = _totals(checkpoint, kept)
     infos = checkpoint.tensors.values()
     held = checkpoint.parameters(checkpoint.tensors)
     before = Totals(tensors=len(infos), parameters=held, bytes=checkpoint.weight_bytes)
@@ -88,7 +89,13 @@ def make_manifest(
         versions=versions(),
         kept=after,
         erased=Totals(**gone),
+        replaced=_totals(checkpoint, [tensor for tensor in kept if tensor.digest is not None]),
     )
+
+
+def _totals(checkpoint: Checkpoint, tensors: Sequence[OutputTensor]) -> Totals:
+    size = sum(tensor.nbytes for tensor in tensors)
+    return Totals(tensors=len(tensors), parameters=parameters_of(checkpoint, tensors), bytes=size)
 
 
 def write_manifest(

@@ -22,17 +22,19 @@ from collapse.memory import release_memory
 from collapse.options import DEFAULTS, Options, chosen_passes
 from collapse.passes import Context, Pass
 from collapse.passes.constant_fold import count_nodes
-from collapse.plan import Plan, Rewrite, ShortCircuit, Skipped
+from collapse.plan import Plan, Replace, Rewrite, ShortCircuit, Skipped
 from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.report.data import GraphFigures, Report, build_report
 from collapse.report.graph import report_graph
 from collapse.report.markdown import to_markdown
 from collapse.report.render import render
+from collapse.rewrite.computed import Computed
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.specialise import Specialised, has_graph_edits, specialise
 from collapse.rewrite.tensors import output_tensors, token_narrow
+from collapse.rewrite.values import Values, require_values, save_plan
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
 from collapse.signing import sign_manifest
@@ -42,6 +44,7 @@ from collapse.staging import check_output, located, staged
 from collapse.trace import trace
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify, with_blame
+from collapse.verify.computed import exact_graph
 from collapse.verify.dynamic import Rewritten
 from collapse.verify.samples import SAMPLES, inside
 
@@ -59,18 +62,23 @@ class Result:
 
 def make_plan(
     model: str | Path, schema: str | Path | dict[str, object] | InputSchema = "log", options: Options = DEFAULTS,
-    *, watch: Stopwatch | None = None,
+    *, save: Path | None = None, watch: Stopwatch | None = None,
 ) -> Result:  # fmt: skip
-    """Decide what would go, and count what it saves; nothing is written.
+    """Decide what would go, and count what it saves; nothing is written but the plan, if asked.
 
-    Raises `CollapseError` for a model, schema or corpus that cannot be used.
+    With `save` the plan is written there and, where it replaces tensors, their values beside it: `plan.safetensors`
+    beside `plan.json`. Raises `CollapseError` for a model, schema or corpus that cannot be used.
     """
     watch = watch or Stopwatch(quiet=True)
     context = prepare(model, load_schema(schema), options, watch)
-    plan = decide(context, chosen_passes(options.passes), watch)
-    rewritten = rewrite_program(context.program, plan, context.checkpoint.config)
-    before, after = _costs(context, rewritten, plan, watch)
-    report = _report(context, plan, before, after, None, _graph_figures(context, rewritten, _special(rewritten, plan)))
+    with Computed() as computed:
+        plan = decide(context, chosen_passes(options.passes), watch, computed)
+        rewritten = rewrite_program(context.program, plan, context.checkpoint.config)
+        before, after = _costs(context, rewritten, plan, watch)
+        graph = _graph_figures(context, rewritten, _special(rewritten, plan))
+        report = _report(context, plan, before, after, None, graph)
+        if save is not None:
+            save_plan(plan, computed.values, save)
     return Result(plan, report, None)
 
 
@@ -81,13 +89,14 @@ def export(
     options: Options = DEFAULTS,
     *,
     plan: Plan | None = None,
+    values: Values | None = None,
     force: bool = False,
     watch: Stopwatch | None = None,
 ) -> Result:
     """Collapse `model` under `schema` into the directory `output`, verify it, and publish it.
 
-    With a reviewed `plan` just that is applied, and its schema counts. Nothing is left under the name of
-    `output` unless verification succeeds.
+    With a reviewed `plan` just that is applied, and its schema counts; where it replaces tensors it needs its
+    `values`, as of `load_values`. Nothing is left under the name of `output` unless verification succeeds.
 
     Raises:
         CollapseError: bad input; nothing is written.
@@ -100,8 +109,11 @@ def export(
     checkpoint = _open(model, watch)
     check_output(located(target), force, checkpoint.root)
     context = prepare(checkpoint, wanted, options, watch)
-    decided = checked(plan, context) if plan else decide(context, chosen_passes(options.passes), watch)
-    return _apply(context, decided, target, options, force, watch)
+    if plan:
+        return _apply(context, checked(plan, context, values), values, target, options, force, watch)
+    with Computed() as computed:
+        decided = decide(context, chosen_passes(options.passes), watch, computed)
+        return _apply(context, decided, computed.values, target, options, force, watch)
 
 
 def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Options, watch: Stopwatch) -> Context:
@@ -142,8 +154,8 @@ def _require_reach(program: Program, schema: InputSchema) -> None:
         raise UnsupportedError(reason, where="config.json", fix=f"give a schema with max_tokens of at most {limit}")
 
 
-def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:
-    """Ask every pass, in order, and put what they propose into a plan."""
+def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch, computed: Computed) -> Plan:
+    """Ask every pass, in order, and put what they propose into a plan; what they compute goes to `computed`."""
     rewrites: list[Rewrite] = []
     skipped: list[Skipped] = []
     for one in passes:
@@ -151,7 +163,9 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:
             proposal = one.propose(context)
         rewrites.extend(proposal.rewrites)
         skipped.extend(proposal.skipped)
-    gone = {name for rewrite in rewrites for name in getattr(rewrite, "tensors", ())}
+        computed.add(proposal.values)
+    taken = [rewrite for rewrite in rewrites if not isinstance(rewrite, Replace)]
+    gone = {name for rewrite in taken for name in getattr(rewrite, "tensors", ())}
     return Plan(
         source=context.checkpoint.digest,
         model_type=context.checkpoint.model_type,
@@ -164,10 +178,10 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch) -> Plan:
     )
 
 
-def checked(plan: Plan, context: Context) -> Plan:
+def checked(plan: Plan, context: Context, values: Values | None = None) -> Plan:
     """Return the plan if it was made for this very source and the schema in it; raises `PlanError` otherwise.
 
-    Its tensors, axes and rows are compared with the files first: the graph takes them as they are.
+    Its tensors, axes, rows and `values` are compared with the files first: the graph takes them as they are.
     """
     found = context.checkpoint.digest
     if plan.schema_digest != context.schema.digest:
@@ -178,7 +192,7 @@ def checked(plan: Plan, context: Context) -> Plan:
     if plan.model_type != context.checkpoint.model_type:
         reason = f"the plan says model_type {plan.model_type!r}, config.json {context.checkpoint.model_type!r}"
         raise PlanError(reason, where=context.checkpoint.label, fix="make a new one with `collapse plan`")
-    output_tensors(context.checkpoint, plan)
+    require_values(output_tensors(context.checkpoint, plan), values)
     return plan
 
 
@@ -208,16 +222,25 @@ def _output_texts(schema: InputSchema, options: Options) -> Samples:
     return Samples(parts.calibration, parts.held_out)
 
 
-def _apply(context: Context, plan: Plan, target: Path, options: Options, force: bool, watch: Stopwatch) -> Result:
+def _apply(
+    context: Context,
+    plan: Plan,
+    values: Values | None,
+    target: Path,
+    options: Options,
+    force: bool,
+    watch: Stopwatch,
+) -> Result:
     rewritten = rewrite_program(context.program, plan, context.checkpoint.config)
     before, after = _costs(context, rewritten, plan, watch)
     with staged(target, force, context.checkpoint.root) as staging:
         with watch.stage("write"):
-            write_checkpoint(context.checkpoint, plan, staging.folder, max_shard_size=options.max_shard_size)
+            size = options.max_shard_size
+            write_checkpoint(context.checkpoint, plan, staging.folder, values=values, max_shard_size=size)
         with watch.stage("digest"):
             known = write_manifest(staging.folder, context.checkpoint, plan).files
         special = _special(rewritten, plan)
-        verdict = _verify(context, plan, staging.folder, rewritten, special, options, watch)
+        verdict = _verify(context, plan, values, staging.folder, rewritten, special, options, watch)
         if verdict.status != "verified":
             raise refuted(verdict, target)
         with watch.stage("report"):
@@ -278,6 +301,7 @@ def _graph_figures(context: Context, rewritten: Program, special: Specialised | 
 def _verify(
     context: Context,
     plan: Plan,
+    values: Values | None,
     folder: Path,
     rewritten: Program,
     special: Specialised | None,
@@ -291,7 +315,9 @@ def _verify(
 
     def reference() -> Rewritten:
         weights = source_weights(context.checkpoint, watch)
-        return Rewritten(rewritten, rewrite_weights(context.program, weights, plan), special)
+        changed = rewrite_weights(context.program, weights, plan, values=values)
+        exact = exact_graph(context.program, weights, plan, context.checkpoint.config)
+        return Rewritten(rewritten, changed, special, exact)
 
     settings = Settings(prompts=options.prompts, new_tokens=options.new_tokens, logit_bytes=LOGIT_BYTES)
     samples = inside(context.sequences, plan, max(SAMPLES, options.prompts))

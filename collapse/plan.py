@@ -167,6 +167,24 @@ class Reroot(_Rewrite):
     files: tuple[str, ...] = ()
 
 
+class Replace(_Rewrite):
+    """The named tensors of the files get computed data, which stand in a values file beside the plan.
+
+    `tensors` gives each, by the source's name, the SHA-256 (hex) of its new data: in the source's dtype, in the shape
+    that the other rewrites leave. What is computed is never proved to do what the source does.
+    """
+
+    kind: Literal["replace"] = "replace"
+    tensors: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = Field(min_length=1)
+
+    @field_validator("evidence")
+    @classmethod
+    def _not_proved(cls, evidence: Evidence) -> Evidence:
+        if evidence.grade == "proved":
+            raise ValueError("computed weights are certified or measured, never proved")
+        return evidence
+
+
 class Specialise(_Rewrite):
     """What the schema decides beside the weights: a config switch, or an edit of the graph alone.
 
@@ -180,7 +198,9 @@ class Specialise(_Rewrite):
     unpadded: bool = False
 
 
-Rewrite = Annotated[Erase | ShortCircuit | Narrow | DropLayers | Reroot | Specialise, Field(discriminator="kind")]
+Rewrite = Annotated[
+    Erase | ShortCircuit | Narrow | DropLayers | Reroot | Replace | Specialise, Field(discriminator="kind")
+]
 
 
 class Skipped(Record):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from transformers import PreTrainedConfig
 
 from collapse.checkpoint import Checkpoint, TensorInfo
+from collapse.errors import PlanError
 from collapse.trace import load_config, meta_model, quiet
 
 
@@ -25,6 +26,20 @@ def config_as_loaded(checkpoint: Checkpoint) -> PreTrainedConfig:
     if not all(equal for _, _, equal in _tied_pairs(checkpoint)):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     return config
+
+
+def require_whole_ties(checkpoint: Checkpoint, replaced: Mapping[str, str], erased: Container[str]) -> None:
+    """Refuse new data for one name of a tied tensor while its other name stays in the files with other data.
+
+    `replaced` has the digest of the new data by name. Raises `PlanError`. transformers would untie the two.
+    """
+    if not any(_is_vocabulary_table(checkpoint, checkpoint.tensors[name]) for name in replaced):
+        return
+    for pair in duplicates(checkpoint).items():
+        for name, other in (pair, pair[::-1]):
+            if name in replaced and other not in erased and replaced.get(other) != replaced[name]:
+                reason = f"the tensor is replaced, but {other}, which the model ties to it, is not replaced by the same"
+                raise PlanError(reason, where=name, fix="replace both alike, or erase one of them")
 
 
 def _tied_pairs(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bool]]:

@@ -107,5 +107,5 @@ def _finding(hit: Hit) -> Finding:
     rows = sorted(hit.rows)
     listed = ", ".join(map(str, rows[:SHOWN])) + (f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else "")
     named = info.name if whole else f"{'row' if len(rows) == 1 else 'rows'} {listed} of {info.name}"
-    what = f"holds the bytes of {named}, which the plan erases"
+    what = f"holds the bytes of {named}, which the plan {'replaces' if hit.tensor.replaced else 'erases'}"
     return Finding(rule=SEARCH, file=hit.file, what=what, offset=hit.first, member=hit.member)

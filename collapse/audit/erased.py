@@ -18,6 +18,7 @@ from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
 from collapse.errors import CheckpointError
 from collapse.plan import Plan
 from collapse.rewrite.tensors import OutputTensor, Piece, erased_names, output_tensors
+from collapse.rewrite.values import plan_digests
 
 WINDOW = 16  # bytes
 SHORTEST_ROW, LONGEST_ROW = 32, 4096  # bytes; shorter rows are taken together, longer ones in parts
@@ -32,10 +33,14 @@ _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)  
 
 @dataclass(frozen=True)
 class Erased:
-    """A tensor of the source that is not wholly in the output; `kept` is what the output has of it, if anything."""
+    """A tensor of the source that is not wholly in the output; `kept` is what the output has of it, if anything.
+
+    Of one that the plan replaces, nothing is kept.
+    """
 
     info: TensorInfo
     kept: OutputTensor | None
+    replaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,18 @@ class Probes:
 
 
 def erased_tensors(source: Checkpoint, plan: Plan) -> tuple[Erased, ...]:
-    """Return every tensor of the source that the plan erases or narrows."""
-    gone = erased_names(plan)[0]
+    """Return every tensor of the source that the plan erases, narrows or replaces."""
+    gone, replaced = erased_names(plan)[0], plan_digests(plan)
     cut = {
-        t.source.name: t for t in output_tensors(source, plan) if t.source is not None and t.nbytes < t.source.nbytes
+        t.source.name: t
+        for t in output_tensors(source, plan)
+        if t.source is not None and (t.nbytes < t.source.nbytes or t.digest is not None)
     }
-    return tuple(Erased(info, cut.get(name)) for name, info in source.tensors.items() if name in gone or name in cut)
+    return tuple(
+        Erased(info, None if name in replaced else cut.get(name), name in replaced)
+        for name, info in source.tensors.items()
+        if name in gone or name in cut
+    )
 
 
 def fingerprints(data: Bytes) -> Words:

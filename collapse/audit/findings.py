@@ -53,6 +53,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "tensor-form": Rule("each tensor has the dtype and shape that the plan gives it", _AGAIN),
         "tensor-missing": Rule("each tensor that the plan keeps is there", _AGAIN),
         "tensor-bytes": Rule("each kept tensor has the bytes of the source", _AGAIN),
+        "tensor-values": Rule("each replaced tensor has the data whose SHA-256 is in the plan", _AGAIN),
         SEARCH: Rule("no file holds the bytes of an erased row, at any offset", "remove them; see the other findings"),
     }
 )

@@ -11,13 +11,22 @@ from collapse.audit.against_source import against_source
 from collapse.audit.findings import Audit, Finding
 from collapse.audit.inventory import inventory, plain_files
 from collapse.audit.provenance import manifest_findings, signature_findings
-from collapse.audit.weights import WeightFile, by_name, read_weights, unowned_bytes, wrong_index, wrong_totals
+from collapse.audit.weights import (
+    WeightFile,
+    by_name,
+    read_weights,
+    replaced_finding,
+    unowned_bytes,
+    wrong_index,
+    wrong_totals,
+)
 from collapse.checkpoint import Checkpoint, TensorInfo
 from collapse.errors import CheckpointError
 from collapse.manifest import MANIFEST, SIGNATURE, Manifest, parse_manifest, read_manifest
 from collapse.plan import Plan
 from collapse.rewrite.origin import source_name
-from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names
+from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names, output_name
+from collapse.rewrite.values import plan_digests
 
 NO_SOURCE = "without --source, tensors were not compared and bytes of erased rows not searched for"
 NO_KEY = "collapse.sig is there, but without --verify-key it was not checked"
@@ -59,6 +68,7 @@ def audit(folder: Path, source: Checkpoint | None = None, key: Ed25519PublicKey 
         notes += [f"{figures['rows_mute']} {MUTE}"] if figures.get("rows_mute") else []
     else:
         findings += _erased_by_name(manifest.plan, tensors)
+        findings += _replaced_by_digest(folder, manifest.plan, tensors)
         notes += [NO_SOURCE] if source is None else []
         undecided = () if source is None else (_other_source(source, manifest.plan),)
     return Audit(
@@ -106,6 +116,17 @@ def _erased_by_name(plan: Plan, tensors: Mapping[str, TensorInfo]) -> Iterator[F
         if original in gone and not stands_in:
             what = f"{name}: the erased tensor is in the file"
             yield Finding(rule="tensor-erased", file=info.file, what=what, offset=info.start)
+
+
+def _replaced_by_digest(folder: Path, plan: Plan, tensors: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+    """Computed data are told by the digests in the plan, without the source."""
+    for original, digest in plan_digests(plan).items():
+        name = output_name(plan, original)
+        if name in tensors:
+            yield from replaced_finding(folder, name, tensors[name], digest)
+        else:
+            what = f"{name}: a tensor that the plan replaces is missing"
+            yield Finding(rule="tensor-missing", file=MANIFEST, what=what)
 
 
 def _other_source(source: Checkpoint, plan: Plan) -> str:

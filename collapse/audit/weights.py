@@ -14,7 +14,8 @@ from collapse.manifest import Totals
 from collapse.rewrite.bytes import SourceReader, differences
 from collapse.rewrite.layout import Shard, header, index
 from collapse.rewrite.tensors import OutputTensor
-from collapse.verify.static import same_form
+from collapse.rewrite.values import data_digest
+from collapse.verify.static import OTHER_VALUES, same_form
 
 Span = tuple[int, int]  # of byte offsets in a file, half-open
 
@@ -108,16 +109,21 @@ def wrong_totals(tensors: Mapping[str, TensorInfo], kept: Totals) -> Iterator[Fi
 def compare(
     folder: Path, reader: SourceReader, expected: Iterable[OutputTensor], tensors: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, list[Span]], list[Finding]]:
-    """Compare every kept tensor with the source's bytes.
+    """Compare every kept tensor with the source's bytes, and replaced ones with their digest.
 
     Returns, by file, the spans that hold just what plan and source put there, and a finding for each tensor that
     differs. Tensors of another form, and a second one of the same name, own no span.
     """
     equal: dict[str, list[Span]] = {}
-    findings = []
+    findings: list[Finding] = []
     for tensor in expected:
         info = tensors.get(tensor.name)
         if info is None or not same_form(tensor, info):
+            continue
+        if tensor.digest is not None:
+            wrong = replaced_finding(folder, tensor.name, info, tensor.digest)
+            findings += wrong
+            equal.setdefault(info.file, []).extend([] if wrong else [(info.start, info.stop)])
             continue
         unlike = [
             (info.start + a, info.start + b) for a, b in differences(folder / info.file, info, reader.chunks(tensor))
@@ -128,6 +134,13 @@ def compare(
             what = f"{tensor.name}: differs from {origin}"
             findings.append(Finding(rule="tensor-bytes", file=info.file, what=what, offset=unlike[0][0]))
     return equal, findings
+
+
+def replaced_finding(folder: Path, name: str, info: TensorInfo, digest: str) -> tuple[Finding, ...]:
+    """Return a finding where the data of a replaced tensor are not those with the digest in the plan."""
+    if data_digest(folder / info.file, info) == digest:
+        return ()
+    return (Finding(rule="tensor-values", file=info.file, what=f"{name}: {OTHER_VALUES}", offset=info.start),)
 
 
 def without(whole: Span, holes: Iterable[Span]) -> list[Span]:

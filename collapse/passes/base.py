@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from collapse.analysis.reachability import Reachability, reachability
@@ -93,10 +94,15 @@ class Context:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a pass would do, and what it looked at and left."""
+    """What a pass would do, and what it looked at and left.
+
+    `values` has the computed data of every tensor that a `Replace` among the rewrites names, by the source's name, in
+    the source's dtype and the output's shape; `collapse.fingerprint.data_digest` gives the digests of the plan.
+    """
 
     rewrites: tuple[Rewrite, ...] = ()
     skipped: tuple[Skipped, ...] = ()
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Pass(Protocol):

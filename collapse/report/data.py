@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError
 
 from collapse.canonical import dumps
 from collapse.errors import CollapseError
-from collapse.plan import Evidence, Grade, Plan, Record, Skipped, first_problem
+from collapse.plan import Evidence, Grade, Plan, Record, Replace, Skipped, first_problem
 from collapse.report.folding import fold
 from collapse.schema import Workload
 from collapse.verdict import Check, Status, Verdict
@@ -51,13 +51,14 @@ class Source(Record):
 
 
 class Applied(Record):
-    """One rewrite of the plan, as the report shows it."""
+    """One rewrite of the plan, as the report shows it; `replaced` are the tensors that it gives computed data."""
 
     pass_name: str = Field(alias="pass")
     site: str
     kind: str
     grade: Grade
     evidence: Evidence
+    replaced: tuple[str, ...] = ()
 
 
 class Verified(Record):
@@ -189,6 +190,7 @@ def _applied(rewrite: Any) -> dict[str, Any]:
     return {
         "pass": rewrite.pass_name, "site": rewrite.site, "kind": rewrite.kind,
         "grade": rewrite.evidence.grade, "evidence": rewrite.evidence,
+        "replaced": tuple(rewrite.tensors) if isinstance(rewrite, Replace) else (),
     }  # fmt: skip
 
 
@@ -237,6 +239,9 @@ def notes(plan: Plan, before: Figures, after: Figures) -> tuple[str, ...]:
         found.append("No FLOP is saved: what went is looked up or never read, and takes part in no product.")
     if plan.rewrites and before.kv_bytes_per_token == after.kv_bytes_per_token:
         found.append("The KV cache is as large as before: no attention module went.")
+    replaced = sum(len(rewrite.tensors) for rewrite in plan.of_kind(Replace))
+    if replaced:
+        found.append(f"{replaced} replaced tensors have computed data: the model is another function than its source.")
     measured = sum(1 for rewrite in plan.rewrites if rewrite.evidence.grade == "measured")
     if measured:
         found.append(f"{measured} of {len(plan.rewrites)} rewrites are graded measured, which promises nothing.")

@@ -98,12 +98,17 @@ def _rewrites(rewrites: tuple[Applied, ...]) -> Iterator[str]:
             lines.append(sites)
         lines.append(f"**{grade}** by `{pass_name}`: {_sentence(claim)} {_sentence(method)}")
         lines.extend(_figures(item) for item in items if item.evidence.figures)
+        lines.extend(_replaced(item) for item in items if item.replaced)
         yield "\n\n".join(lines)
 
 
 def _figures(item: Applied) -> str:
     shown = ", ".join(f"{name} {_number(value)}" for name, value in sorted(item.evidence.figures.items()))
     return f"- `{item.site}`: {shown}"
+
+
+def _replaced(item: Applied) -> str:
+    return f"- `{item.site}`: computed data for {', '.join(f'`{name}`' for name in item.replaced)}"
 
 
 def _number(value: float | int | str) -> str:

@@ -1,4 +1,4 @@
-"""Reads the bytes of output tensors from the source's files, in constant memory."""
+"""Reads the bytes of output tensors from the source's files, or from a values file, in constant memory."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import numpy as np
 from collapse.canonical import CHUNK
 from collapse.checkpoint import Checkpoint, TensorInfo
 from collapse.disk import ReadAhead
-from collapse.errors import CheckpointError
+from collapse.errors import CheckpointError, PlanError
 from collapse.rewrite import gather
 from collapse.rewrite.tensors import OutputTensor, Piece
+from collapse.rewrite.values import Values
 
 LONG = 1 << 16  # bytes; shorter runs are read and joined, so that many go into one write
 
@@ -45,10 +46,14 @@ class SourceReader:
 
     Files are read, never mapped: reading one that somebody cuts short is an error here, not a crash. `expected` are
     the tensors that will be asked for, in order; the disk is told of them ahead. Others can be asked for all the same.
+    Replaced tensors are read from `values`; without, asking for one raises `PlanError`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, expected: Iterable[OutputTensor] = ()) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, expected: Iterable[OutputTensor] = (), *, values: Values | None = None
+    ) -> None:
         self._root = checkpoint.root
+        self._values = values
         self._files: dict[str, int] = {}
         self._ahead = ReadAhead(place for tensor in expected for place in self._places(tensor))
         self._open = ExitStack()
@@ -89,7 +94,7 @@ class SourceReader:
             yield b"".join(held)
 
     def _runs(self, tensor: OutputTensor) -> Iterator[Stretch | bytes]:
-        for piece in tensor.pieces():
+        for piece in self._pieces(tensor):
             if not isinstance(piece, Piece):
                 yield piece
                 continue
@@ -101,12 +106,20 @@ class SourceReader:
 
     def _places(self, tensor: OutputTensor) -> Iterator[tuple[int, int, int]]:
         """Yield what is read of the source's files for a tensor, in order, as (descriptor, start, stop)."""
-        if tensor.source is not None and gather.scattered(tensor):
+        if tensor.source is not None and tensor.digest is None and gather.scattered(tensor):
             yield self._descriptor(tensor.source.file), tensor.source.start, tensor.source.stop
             return
-        for piece in tensor.pieces():
+        for piece in self._pieces(tensor):
             if isinstance(piece, Piece):
                 yield self._descriptor(piece.file), piece.start, piece.stop
+
+    def _pieces(self, tensor: OutputTensor) -> Iterator[Piece | bytes]:
+        if tensor.digest is None or tensor.source is None:
+            yield from tensor.pieces()
+        elif self._values is not None:
+            yield self._values.piece(tensor.source.name)
+        else:
+            raise PlanError("the plan replaces the tensor, but no values are given", where=tensor.source.name)
 
     def _gathered(self, tensor: OutputTensor, info: TensorInfo) -> Iterator[memoryview]:
         descriptor = self._descriptor(info.file)

@@ -16,9 +16,11 @@ from collapse.plan import DropLayers, Narrow, Plan, Rewrite, ShortCircuit
 from collapse.program import Program
 from collapse.rewrite.blocks import drop_blocks, inside_of, leaving_values, passed_in
 from collapse.rewrite.channels import experts_of, is_channels, narrow_channels
+from collapse.rewrite.computed import replaced_weights
 from collapse.rewrite.copying import copy_graph
 from collapse.rewrite.leaves import drop_leaves, leaves_of
 from collapse.rewrite.specialise import specialise
+from collapse.rewrite.values import Values
 
 aten = torch.ops.aten
 
@@ -78,12 +80,14 @@ def rewrite_weights(
     plan: Plan,
     config: Mapping[str, Any] | None = None,
     *,
+    values: Values | None = None,
     graph_edits: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return what the collapsed program reads: `weights` with the rows that the plan keeps.
+    """Return what the collapsed program reads: `weights` with the rows that the plan keeps, and replaced tensors.
 
-    With `graph_edits` also the folded values, and nothing that the specialised program does not read.
-    Tensors that no rewrite narrows are shared with `weights`, not copied.
+    Replaced tensors come from `values`, whose digests are not looked at here; without, a plan with such raises
+    `PlanError`. With `graph_edits` also the folded values, and nothing that the specialised program does not read.
+    Tensors that no rewrite narrows or replaces are shared with `weights`, not copied.
     """
     result = dict(weights)
     for rewrite in plan.rewrites:
@@ -96,6 +100,7 @@ def rewrite_weights(
             if id(source) not in sliced:
                 sliced[id(source)] = source.index_select(dim, kept)
             result[name] = sliced[id(source)]
+    result |= replaced_weights(program, result, plan, values)
     return specialise(rewrite_program(program, plan, config), plan).weights(result) if graph_edits else result
 
 

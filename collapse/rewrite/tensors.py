@@ -1,7 +1,7 @@
 """The tensor interpreter: what every tensor of the output is, as byte ranges of the source.
 
-No tensor is computed: each byte of the output's weights is a byte of the source, or belongs to a placeholder of
-zeros. Writer and verifier both follow these pieces, and neither needs torch.
+No tensor is computed here: each byte of the output's weights is a byte of the source, belongs to a placeholder of
+zeros, or to data whose SHA-256 the plan has. Writer and verifier both follow these pieces, and neither needs torch.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collapse.plan import DropLayers, Erase, IndexSet, Narrow, Plan, Reroot, Sho
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.module_lists import require_modules
 from collapse.rewrite.quantised import narrow_rows, require_whole_groups
+from collapse.rewrite.replaced import replaced_digests
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, PLACEHOLDER = "F32", (4,), bytes(16)
@@ -26,7 +27,7 @@ PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, PLACEHOLDER = "F32", (4,), bytes(16)
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes `[start, stop)` of the source's weight file `file`."""
+    """Bytes `[start, stop)` of `file`: a weight file of the source, or the absolute path of a values file."""
 
     file: str
     start: int
@@ -38,7 +39,8 @@ class OutputTensor:
     """One tensor of the output.
 
     `source` is the tensor that it is cut from, None for a placeholder; `kept` maps a narrowed dimension to the
-    rows that stay.
+    rows that stay. A replaced tensor has the source's name and dtype but none of its bytes: `digest` is the SHA-256
+    (hex) of its data, and no row is `kept`.
     """
 
     name: str
@@ -46,6 +48,7 @@ class OutputTensor:
     shape: tuple[int, ...]
     source: TensorInfo | None
     kept: Mapping[int, IndexSet] = field(default_factory=dict)
+    digest: str | None = None
 
     @property
     def numel(self) -> int:
@@ -63,9 +66,13 @@ class OutputTensor:
         return self.source is None
 
     def pieces(self) -> Iterator[Piece | bytes]:
-        """Yield what the data consists of, in order: ranges of the source, or literal bytes."""
+        """Yield what the data consists of, in order: ranges of the source, or literal bytes.
+
+        Of a replaced tensor that is nothing: its bytes are in a values file.
+        """
         if self.source is None:
             yield PLACEHOLDER
+        if self.source is None or self.digest is not None:
             return
         bits = DTYPE_BITS[self.dtype]
         for start, stop in _coalesced(_element_runs(self.source.shape, self.kept)):
@@ -84,8 +91,9 @@ def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ..
     for name in narrowed:
         if name in erased - dropped:  # rows are narrowed in every layer, also in one that goes as a whole
             raise PlanError(f"tensor {name} is both erased and narrowed", where="plan", fix="make a new plan")
+    replaced = replaced_digests(checkpoint, plan, erased)
     found = tuple(
-        _output(info, output_name(plan, name), narrowed.get(name, {}), name in placeholders)
+        _output(info, output_name(plan, name), narrowed.get(name, {}), name in placeholders, replaced.get(name))
         for name, info in checkpoint.tensors.items()
         if name not in erased or name in placeholders
     )
@@ -155,12 +163,14 @@ def token_narrow(plan: Plan) -> Narrow | None:
     return found[0] if found else None
 
 
-def _output(info: TensorInfo, name: str, kept: Mapping[int, IndexSet], placeholder: bool) -> OutputTensor:
+def _output(
+    info: TensorInfo, name: str, kept: Mapping[int, IndexSet], placeholder: bool, digest: str | None
+) -> OutputTensor:
     if placeholder:
         return OutputTensor(name, PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, None)
     shape = tuple(len(kept[dim]) if dim in kept else size for dim, size in enumerate(info.shape))
     _require_whole_bytes(info, kept)
-    return OutputTensor(name, info.dtype, shape, info, kept)
+    return OutputTensor(name, info.dtype, shape, info, kept if digest is None else {}, digest)
 
 
 def _erased(checkpoint: Checkpoint, plan: Plan) -> tuple[frozenset[str], frozenset[str]]:

@@ -17,6 +17,7 @@ from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.specialise import Specialised, specialise
+from collapse.rewrite.values import plan_digests, require_digests, values_of
 from collapse.source_model import source_weights
 from collapse.trace import trace
 
@@ -103,10 +104,12 @@ def load_graph(directory: str | Path, source: str | Path | None = None) -> Loade
 
     Args:
         directory: what `collapse export` wrote.
-        source: the checkpoint that was collapsed; the graph and weights are then made from it, by the plan.
+        source: the checkpoint that was collapsed; the graph and weights are then made from it, by the plan. Weights
+            that the plan replaces are in no source: they are read from the directory, and must have their digests.
 
     Raises:
         CheckpointError: the directory is not a collapsed model, or cannot be loaded.
+        PlanError: a replaced tensor of the directory has not the data that the plan has the digest of.
         UnsupportedError: the model cannot be traced.
     """
     root = Path(directory)
@@ -114,7 +117,9 @@ def load_graph(directory: str | Path, source: str | Path | None = None) -> Loade
     checkpoint = Checkpoint.open(Path(source) if source is not None else root)
     program, weights = trace(config_as_loaded(checkpoint)), source_weights(checkpoint, Stopwatch(quiet=True))
     if source is not None:
-        weights = rewrite_weights(program, weights, plan, checkpoint.config)
+        values = values_of(root, Checkpoint.open(root).tensors.values(), plan)
+        require_digests(values, plan_digests(plan))
+        weights = rewrite_weights(program, weights, plan, checkpoint.config, values=values)
         program = rewrite_program(program, plan, checkpoint.config)
     return graph_of(program, weights, plan)
 

@@ -19,18 +19,21 @@ from collapse.checkpoint import Checkpoint
 from collapse.erase import CONFIG, side_files
 from collapse.errors import CollapseError
 from collapse.naming import Naming, naming_of
-from collapse.plan import Narrow, Plan, Rewrite
+from collapse.plan import Narrow, Plan, Replace, Rewrite
 from collapse.program import Program
 from collapse.rewrite.channels import is_channels
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.tensors import erased_names, output_name, token_narrow
+from collapse.rewrite.values import Values, plan_digests, values_of
 from collapse.source_model import load_plain
 from collapse.trace import quiet
 from collapse.untrusted import read_json
 from collapse.verdict import Blamed
 from collapse.verify.compare import EQ, OTHER_SHAPE, Tolerance
+from collapse.verify.computed import exact_part, says_of_source
 from collapse.verify.dynamic import allowed_difference
+from collapse.verify.static import OTHER_VALUES, read_tensors
 from collapse.verify.weights import origins
 
 Weights = Mapping[str, torch.Tensor]
@@ -50,17 +53,34 @@ def blame(
         program: the source's program.
         weights: what it reads, by state-dict name, in fp32.
     """
+    values = values_of(output, read_tensors(output)[0].values(), plan)
+    exact = exact_part(plan) if plan.of_kind(Replace) else plan
     for found in (
-        _alone(plan, ids, program, weights),
-        tensors_blamed(output, source, plan, program, weights),
+        _other_values(plan, values),
+        _alone(exact, ids, program, weights),
+        tensors_blamed(output, source, plan, program, weights, values),
         _config_file(output, source, plan),
-        _configs(source, plan, ids, program, weights),
-        _without(plan, ids, program, weights),
+        _configs(source, exact, ids, program, weights),
+        _without(exact, ids, program, weights),
+        _too_far(plan),
     ):
         first = tuple(found)
         if first:
             return first
     return ()
+
+
+def _other_values(plan: Plan, values: Values) -> Iterator[Blamed]:
+    """Yield the replaced tensors of the output that have not the data with the digest in the plan."""
+    for name, digest in plan_digests(plan).items():
+        if name not in values.tensors or values.digest(name) != digest:
+            yield Blamed(pass_name="writer", site=name, reason=f"the output {OTHER_VALUES}")
+
+
+def _too_far(plan: Plan) -> Iterator[Blamed]:
+    """Yield the computed weights whose evidence bounds the distance to the source, where nothing else is wrong."""
+    for rewrite in plan.of_kind(Replace) if says_of_source(plan) else ():
+        yield _blamed(rewrite, "the output is farther from the source than the evidence allows")
 
 
 def _alone(plan: Plan, ids: Sequence[int], program: Program, weights: Weights) -> Iterator[Blamed]:
@@ -155,9 +175,14 @@ def _gap(wanted: torch.Tensor, found: torch.Tensor, tolerance: Tolerance) -> flo
 
 
 def tensors_blamed(
-    output: Path, source: Checkpoint, plan: Plan, program: Program, weights: Weights
+    output: Path,
+    source: Checkpoint,
+    plan: Plan,
+    program: Program,
+    weights: Weights,
+    values: Values | None = None,
 ) -> Iterator[Blamed]:
-    """Yield the tensors that the reloaded model has otherwise than the graph."""
+    """Yield the tensors that the reloaded model has otherwise than the graph; `values` are those that were computed."""
     try:
         with quiet():
             loaded = load_plain(Checkpoint.open(output))
@@ -165,7 +190,7 @@ def tensors_blamed(
         return
     there, naming = loaded.model.state_dict(), loaded.naming
     files = _files(naming, source, plan)
-    for name, (origin, wanted) in expected_state(naming, source, plan, program, weights).items():
+    for name, (origin, wanted) in expected_state(naming, source, plan, program, weights, values).items():
         if name not in there or there[name].shape != wanted.shape or not torch.equal(there[name], wanted):
             for part in _parts(plan, files.get(name, [origin]), there.get(name), wanted):
                 touched = [rewrite.site for rewrite in plan.rewrites if _touches(rewrite, part)]
@@ -192,10 +217,10 @@ def _parts(plan: Plan, names: Sequence[str], there: torch.Tensor | None, wanted:
 
 
 def expected_state(
-    naming: Naming, source: Checkpoint, plan: Plan, program: Program, weights: Weights
+    naming: Naming, source: Checkpoint, plan: Plan, program: Program, weights: Weights, values: Values | None = None
 ) -> dict[str, tuple[str, torch.Tensor]]:
     """Return the output's tensors by their state-dict name, each with the source's file name that it comes from."""
-    rewritten = rewrite_weights(program, weights, plan)
+    rewritten = rewrite_weights(program, weights, plan, values=values)
     names = origins(naming, source, plan, program)
     return {after: (name, rewritten[before].detach()) for after, (name, before) in names.items()}
 

@@ -61,7 +61,7 @@ def compare_logits(name: str, blocks: Sequence[Block], tolerance: Tolerance, col
         gap = _gap(block)
         if bool((gap > tolerance.bound(block.reference)).any()) and (worst is None or _larger(gap, worst)):
             worst = _counterexample(name, block, gap, columns)
-    figures = _figures(blocks)
+    figures = figures_of(blocks)
     if worst is None:
         detail = f"{figures['logits']} logits at {figures['positions']} positions agree"
         return Check(name=name, passed=True, detail=detail, figures=figures), None
@@ -176,7 +176,8 @@ def _larger(gap: torch.Tensor, worst: Mapping[str, Any]) -> bool:
     return float(gap.max()) > float(worst["difference"])
 
 
-def _figures(blocks: Sequence[Block]) -> dict[str, float | int | str]:
+def figures_of(blocks: Sequence[Block]) -> dict[str, float | int | str]:
+    """Return how far the logits of all blocks are apart, as figures of a check."""
     gaps = [_gap(block) for block in blocks]
     flips = sum(int((b.reference.argmax(-1) != b.found.argmax(-1)).sum()) for b in blocks)
     return {

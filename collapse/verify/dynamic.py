@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from collapse.checkpoint import Checkpoint
+from collapse.errors import PlanError
 from collapse.plan import Narrow, Plan, Specialise
 from collapse.program import Program
 from collapse.progress import Stopwatch
@@ -37,6 +39,7 @@ from collapse.verify.compare import (
     padded_blocks,
     piecewise,
 )
+from collapse.verify.computed import Exact, Weights, beside_source, exact_check, in_source_ids, rebuilt, says_of_source
 from collapse.verify.coverage import coverage
 from collapse.verify.job import Job, Settings, make_job
 from collapse.verify.loading import load_and_run, loading_check, not_loaded, one_line, run_source
@@ -47,14 +50,18 @@ from collapse.verify.weights import origins, weights_check
 
 
 class Rewritten(NamedTuple):
-    """The collapsed program with its weights; `specialised` where the plan edits the graph beyond the checkpoint."""
+    """The collapsed program with its weights; `specialised` where the plan edits the graph beyond the checkpoint.
+
+    `exact` is the source's program after the exact rewrites alone, where the others say nothing of the source.
+    """
 
     program: Program
     weights: Mapping[str, torch.Tensor]
     specialised: Specialised | None = None
+    exact: tuple[Program, Mapping[str, torch.Tensor]] | None = None
 
 
-Given = Rewritten | tuple[Program, Mapping[str, torch.Tensor]]
+Given = Rewritten | tuple[Program, Mapping[str, torch.Tensor]] | tuple[Program, Weights, None, Exact | None]
 Reference = Given | Callable[[], Given]
 
 
@@ -101,7 +108,7 @@ def _compare(
     before = run_source(source, job, columns, watch)
     new_job = job.renumbered({old: new for new, old in enumerate(columns)}) if columns else job
     try:
-        after = load_and_run(output, new_job, None, watch, digests=reference is not None)
+        after = load_and_run(output, new_job, None, watch, digests=reference is not None or not says_of_source(plan))
     except Exception as error:  # whatever stops the load or the run is the finding
         return (not_loaded(error),), None
     loading = [loading_check(after, plan, before.unexpected), *quantised_checks(source, before.way, after.way)]
@@ -109,9 +116,16 @@ def _compare(
     if len(sizes) > 1:
         detail = f"the models give logits of different width: {sorted(size[1] for size in sizes)}"
         return (*loading, Check(name="logits", passed=False, detail=detail)), None
-    findings = _against_source(job, before.seen, after.seen, plan, columns)
+    if says_of_source(plan):
+        findings = _against_source(job, before.seen, after.seen, plan, columns)
+    else:
+        findings = beside_source(job, before.seen, after.seen)
+        reference = reference or partial(rebuilt, output, source, plan, watch)
     if reference is not None:
-        pair = Rewritten(*(reference() if callable(reference) else reference))
+        try:
+            pair = Rewritten(*(reference() if callable(reference) else reference))
+        except PlanError as error:  # an output whose computed weights are not the plan's gives none to build it with
+            return (*loading, Check(name="graph", passed=False, detail=str(error))), None
         names = origins(after.naming, source, plan, pair.program)
         findings.append((weights_check(after.digests, names, pair.weights), None))
         findings += _against_graph(job, new_job, pair, before.seen, after.seen, plan, columns, watch)
@@ -181,28 +195,30 @@ def _against_graph(
     Of the prompts it continues the first batch. With a cache its arithmetic is another one: eager attention packs the
     query heads of one new token, where the traced one repeats keys and values.
     """
-    program, weights, specialised = reference
+    program, weights, specialised, exact = reference
     try:
         graph = observe(ProgramRunner(program, weights, watch), replace(new_job, prompts=new_job.prompts[:1]))
     except Exception as error:  # an operator that refuses what it is given raises many kinds
         return [(Check(name="graph", passed=None, detail=f"the graph cannot be run: {one_line(error)}"), None)]
     ids = columns or list(range(before.full[0].shape[1]))
+    claimed, other = says_of_source(plan), OTHER_SHAPE.widened(allowed_difference(plan))
     wide = _tolerance(plan)
-    findings = [
-        compare_logits("graph: prefill", full_blocks(job, graph, after), EQ, ids),
-        compare_logits("graph and source: prefill", full_blocks(job, before, graph), wide, ids),
-    ]
-    if graph.cached:
-        findings.append(compare_logits("graph: cache", cached_blocks(job, graph, after), OTHER_SHAPE, ids))
-        findings.append(compare_logits("graph and source: cache", cached_blocks(job, before, graph), OTHER_SHAPE, ids))
-    findings += [
-        compare_logits("graph: left padding", padded_blocks(job, graph, after), EQ, ids),
-        compare_logits("graph and source: left padding", padded_blocks(job, before, graph), wide, ids),
-    ]
-    findings.append(_greedy("graph: greedy", before, graph, plan, ids))
+    findings = []
+    for way, blocks, own, theirs in (
+        ("prefill", full_blocks, EQ, wide),
+        ("cache", cached_blocks, OTHER_SHAPE, other),
+        ("left padding", padded_blocks, EQ, wide),
+    ):
+        if way != "cache" or graph.cached:
+            findings.append(compare_logits(f"graph: {way}", blocks(job, graph, after), own, ids))
+        if claimed and (way != "cache" or graph.cached):
+            findings.append(compare_logits(f"graph and source: {way}", blocks(job, before, graph), theirs, ids))
+    if exact is not None:
+        findings.append(exact_check(exact, new_job, before, ids, watch))
+    said = before if claimed else in_source_ids(after, ids)
+    findings.append(_greedy("graph: greedy", said, graph, plan, ids))
     if specialised is not None:
-        other = OTHER_SHAPE.widened(allowed_difference(plan))
-        findings += specialised_checks(job, new_job, specialised, weights, before, other, ids, watch)
+        findings += specialised_checks(job, new_job, specialised, weights, said, other, ids, watch)
     return findings
 
 

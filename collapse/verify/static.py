@@ -20,11 +20,13 @@ from collapse.plan import Plan
 from collapse.rewrite.bytes import SourceReader, differences
 from collapse.rewrite.layout import header
 from collapse.rewrite.tensors import OutputTensor, erased_names, output_tensors
+from collapse.rewrite.values import data_digest
 from collapse.signing import read_signature
 from collapse.untrusted import read_json
 from collapse.verdict import Check
 from collapse.verify.ids import id_problems
 
+OTHER_VALUES = "has other data than those that the plan computed"
 SHOWN = 20  # failures listed of one kind; the rest are counted
 Kind = Literal["erased", "unplanned", "form", "missing", "side"]
 
@@ -126,10 +128,13 @@ def _source_checks(
         return
     gone = erased_names(manifest.plan)[0]
     yield from _summed("tensors", list(tensor_problems(expected, tensors, gone)), _tensors_detail(expected, gone))
-    survivors = [t for t in expected if t.name in tensors and same_form(t, tensors[t.name])]
+    whole = [t for t in expected if t.name in tensors and same_form(t, tensors[t.name])]
+    survivors = [tensor for tensor in whole if tensor.digest is None]
     compared = sum(tensor.nbytes for tensor in survivors)
     unequal = list(_byte_problems(output, source, survivors, tensors))
     yield from _summed("tensor bytes", unequal, f"{compared} bytes equal the source's", bytes=compared)
+    if any(tensor.digest is not None for tensor in expected):
+        yield from _replaced_check(output, [tensor for tensor in whole if tensor.digest is not None], tensors)
     damaged = list(_header_problems(output, expected, tensors))
     yield from _summed("headers", damaged, "each weight file is its canonical header and these tensors, no more")
     altered = list(side_problems(output, source, sides))
@@ -186,6 +191,20 @@ def _byte_problems(
             if first is not None:
                 origin = "placeholder's zeros" if tensor.is_placeholder else "source"
                 yield f"{info.file}: {tensor.name}: byte {first[0]} differs from the {origin}"
+
+
+def _replaced_check(
+    output: Path, replaced: Sequence[OutputTensor], tensors: Mapping[str, TensorInfo]
+) -> Iterator[Check]:
+    wrong = [tensor.name for tensor in replaced if not has_digest(output, tensor, tensors[tensor.name])]
+    problems = [f"{tensors[name].file}: {name}: {OTHER_VALUES}" for name in wrong]
+    good = f"{len(replaced)} tensors have the computed data whose SHA-256 the plan has"
+    yield from _summed("replaced tensors", problems, good, replaced=len(replaced))
+
+
+def has_digest(output: Path, tensor: OutputTensor, info: TensorInfo) -> bool:
+    """Whether a replaced tensor of the output, found at `info`, has the data whose digest is in the plan."""
+    return data_digest(output / info.file, info) == tensor.digest
 
 
 def _header_problems(
