@@ -90,7 +90,7 @@ def positions(count: int, tensor: str = "transformer.wpe.weight") -> Narrow:
     )  # fmt: skip
 
 
-def export(source: Checkpoint, plan: Plan, output: Path, force: bool = False, **options: int) -> Checkpoint:
+def export(source: Checkpoint, plan: Plan, output: Path, force: bool = False, **options: Any) -> Checkpoint:
     """Collapse `source` into `output`, without verifying."""
     with staged(output, force, source.root) as stage:
         write_checkpoint(source, plan, stage.folder, **options)

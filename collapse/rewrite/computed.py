@@ -41,7 +41,10 @@ class Computed:
         if self._root is None:
             self._root = Path(self._open.enter_context(TemporaryDirectory(prefix="collapse-values-")))
         path = self._root / f"{len(self._files)}.safetensors"
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
+        save_file(
+            {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()},
+            path,
+        )
         self._files.append(open_values(path))
 
     @property

@@ -69,11 +69,13 @@ def exact_graph(program: Program, weights: Weights, plan: Plan, config: Mapping[
     return rewrite_program(program, exact, config), rewrite_weights(program, weights, exact, config)
 
 
-def exact_check(graph: Exact, job: Job, before: Observation, ids: Sequence[int], watch: Stopwatch) -> Finding:
-    """Compare the graph of the exact rewrites with what the source said; `job` is in the graph's token ids."""
-    name = "graph and source, exact rewrites"
+def exact_check(
+    graph: Exact, job: Job, new_job: Job, before: Observation, ids: Sequence[int], watch: Stopwatch
+) -> Finding:
+    """Compare the graph of the exact rewrites with what the source said; `new_job` is `job` in the graph's ids."""
+    name = "exact rewrites"
     try:
-        seen = observe(ProgramRunner(*graph, watch), replace(job, cached=(), padded=(), prompts=()))
+        seen = observe(ProgramRunner(*graph, watch), replace(new_job, cached=(), padded=(), prompts=()))
     except Exception as error:  # an operator that refuses what it is given raises many kinds
         return Check(name=name, passed=False, detail=f"the graph cannot be run: {one_line(error)}"), None
     return compare_logits(name, full_blocks(job, before, seen), EQ, ids)

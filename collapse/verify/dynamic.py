@@ -214,7 +214,7 @@ def _against_graph(
         if claimed and (way != "cache" or graph.cached):
             findings.append(compare_logits(f"graph and source: {way}", blocks(job, before, graph), theirs, ids))
     if exact is not None:
-        findings.append(exact_check(exact, new_job, before, ids, watch))
+        findings.append(exact_check(exact, job, new_job, before, ids, watch))
     said = before if claimed else in_source_ids(after, ids)
     findings.append(_greedy("graph: greedy", said, graph, plan, ids))
     if specialised is not None:
