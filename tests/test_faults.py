@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.computed_faults import COMPUTED_FAULTS, COMPUTED_WEIGHTS
 from benchmarks.faults.planted import Planted, accept, judge
 from benchmarks.faults.record import BEGIN, DOCS, END, REPORT, table
 from benchmarks.faults.removals import REMOVALS
@@ -36,6 +37,19 @@ def test_a_wrong_output_is_refuted_with_its_site(kind: str, subject: Subject, tm
         judged = judge(planted, tmp_path)
         assert judged.outcome == "refuted", f"seed {SEED}: {judged}"
         assert planted.site in judged.said
+
+
+@pytest.mark.parametrize("kind", COMPUTED_FAULTS)
+def test_a_fault_about_computed_weights_is_refuted_with_its_site(kind: str, subject: Subject, tmp_path: Path) -> None:
+    for number, planted in enumerate(cases(subject, COMPUTED_FAULTS[kind], kind, 2)):
+        judged = judge(planted, tmp_path / str(number))
+        assert judged.outcome == "refuted" and planted.site in judged.said, f"seed {SEED}: {judged}"
+
+
+def test_computed_weights_are_verified(subject: Subject, tmp_path: Path) -> None:
+    for number, planted in enumerate(cases(subject, COMPUTED_WEIGHTS["computed weights"], "computed weights", 2)):
+        judged = accept(planted, tmp_path / str(number))
+        assert judged.outcome == "verified", f"seed {SEED}: {judged}"
 
 
 @pytest.mark.parametrize("kind", REMOVALS)

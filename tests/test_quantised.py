@@ -21,6 +21,7 @@ from collapse.source_model import load_plain, way_of
 from collapse.trace import meta_model
 from tests.architectures import tiny_config
 from tests.quantised_models import EXCLUDED, LISTED, WRITERS, packed, plain_model, save_quantised
+from tests.replacing import replacing
 from tests.tiny import PROVED, erase, export, plan_for, state
 
 SCHEMES = tuple(WRITERS)
@@ -115,6 +116,17 @@ def test_half_of_a_weight_cannot_be_edited(source, scheme):
             with pytest.raises(PlanError, match=f"is a companion of {group.main} and is never cut without it"):
                 apply(checkpoint, narrow(name, 0, 2, (0, 1)))
         apply(checkpoint, erase(*group.members))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_quantised_weights_get_no_computed_data(source, scheme):
+    checkpoint, _ = source(scheme)
+    for name in checkpoint.quantisation.groups[0].members:
+        with pytest.raises(PlanError, match=f"{name}: the tensor is part of a quantised weight, which cannot be"):
+            apply(checkpoint, replacing({name: torch.ones(2)}))
+    plain = next(name for name in checkpoint.tensors if checkpoint.group(name) is None)
+    new = replacing({plain: torch.ones(2)})
+    assert apply(checkpoint, new)[plain].digest == new.tensors[plain]
 
 
 def apply(checkpoint: Checkpoint, *rewrites):

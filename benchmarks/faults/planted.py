@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,11 +20,13 @@ from collapse.plan import Plan
 from collapse.program import Program
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.tensors import token_narrow
+from collapse.rewrite.values import Values
 from collapse.sequences import sequences
 from collapse.trace import quiet
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify, with_blame
-from collapse.verify.dynamic import dynamic_checks
+from collapse.verify.computed import exact_graph
+from collapse.verify.dynamic import Rewritten, dynamic_checks
 from collapse.verify.samples import inside
 
 Outcome = Literal["refuted", "unnamed", "missed", "equivalent", "verified", "false alarm"]
@@ -39,6 +41,7 @@ class Planted:
 
     `site` must be in the verdict. `tamper` edits the files before the manifest is made. `spoil` edits the graph.
     `seen` says whether the logits can tell; of what they cannot, such as a token id in a config, the files must.
+    `values` has the data of tensors that the plan replaces.
     """
 
     subject: Subject
@@ -47,6 +50,7 @@ class Planted:
     tamper: Callable[[Path], None] | None = None
     spoil: Callable[[Program], Program] | None = None
     seen: bool = True
+    values: Values | None = None
 
 
 @dataclass(frozen=True)
@@ -91,21 +95,23 @@ def accept(planted: Planted, folder: Path) -> Judged:
 
 def _export(planted: Planted, out: Path) -> None:
     out.mkdir(parents=True)
-    write_checkpoint(planted.subject.checkpoint, planted.plan, out)
+    write_checkpoint(planted.subject.checkpoint, planted.plan, out, values=planted.values)
     if planted.tamper is not None:
         planted.tamper(out)
     write_manifest(out, planted.subject.checkpoint, planted.plan)
 
 
-def _graph(planted: Planted) -> tuple[Program, dict[str, torch.Tensor]]:
+def _graph(planted: Planted) -> Rewritten:
     subject = planted.subject
     rewritten = rewrite_program(subject.program, planted.plan, subject.checkpoint.config)
     if planted.spoil is not None:
         rewritten = planted.spoil(rewritten)
-    return rewritten, rewrite_weights(subject.program, subject.weights, planted.plan)
+    weights = rewrite_weights(subject.program, subject.weights, planted.plan, values=planted.values)
+    exact = exact_graph(subject.program, subject.weights, planted.plan, subject.checkpoint.config)
+    return Rewritten(rewritten, weights, exact=exact)
 
 
-def _verdict(planted: Planted, out: Path, rewritten: tuple[Program, dict[str, torch.Tensor]]) -> Verdict:
+def _verdict(planted: Planted, out: Path, rewritten: Rewritten) -> Verdict:
     """Verify as an export does; of tampered files the static checks are also left out, as if they had the same fault.
 
     A verdict then counts as refuted only where running the model refutes it too.
@@ -128,8 +134,11 @@ def _schema(plan: Plan):  # type: ignore[no-untyped-def]
     return contract(tuple(plan.input_schema["tokens"]))
 
 
-def _differs(planted: Planted, out: Path, rewritten: tuple[Program, dict[str, torch.Tensor]]) -> bool:
-    """Whether the wrong function really is another one in-schema, by eager models and fresh inputs alone."""
+def _differs(planted: Planted, out: Path, rewritten: Rewritten) -> bool:
+    """Whether the wrong function really is another one in-schema, by eager models and fresh inputs alone.
+
+    What it is compared with is the source or, where weights are computed, the output before it was tampered with.
+    """
     draw = random.Random(f"probe {planted.site}")
     tokens = planted.plan.input_schema["tokens"]
     probes = [draw.choices(tokens, k=LONGEST) for _ in range(PROBES)]
@@ -140,6 +149,9 @@ def _differs(planted: Planted, out: Path, rewritten: tuple[Program, dict[str, to
     columns = kept or slice(None)
     wanted = _eager(planted.subject.checkpoint.root, probes)[..., columns]
     renumbered = [[kept.index(token) for token in ids] for ids in probes] if kept else probes
+    if planted.values is not None and planted.tamper is not None:
+        _export(replace(planted, tamper=None), out.with_name("right"))
+        wanted = _eager(out.with_name("right"), renumbered)
     if planted.spoil is not None:
         return _spoiled(planted, rewritten, renumbered, wanted)
     try:
@@ -164,11 +176,9 @@ def _eager(folder: Path, ids: Sequence[Sequence[int]]) -> torch.Tensor:
         return logits
 
 
-def _spoiled(
-    planted: Planted, pair: tuple[Program, dict[str, torch.Tensor]], ids: Sequence[Sequence[int]], wanted: torch.Tensor
-) -> bool:
+def _spoiled(planted: Planted, pair: Rewritten, ids: Sequence[Sequence[int]], wanted: torch.Tensor) -> bool:
     """Run a spoilt graph through its cache, as decoding does."""
-    program, weights = pair
+    program, weights, *_ = pair
     row, cut = torch.tensor(ids), LONGEST // 2
     mask = torch.ones_like(row)
     try:

@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.faults.channel_faults import CHANNEL_FAULTS, CHANNEL_REMOVALS
+from benchmarks.faults.computed_faults import COMPUTED_FAULTS, COMPUTED_WEIGHTS
 from benchmarks.faults.planted import Judged, Outcome, Planted, accept, judge
 from benchmarks.faults.removals import REMOVALS
 from benchmarks.faults.subjects import CONFIGS, Subject, make_subject
 from benchmarks.faults.wrong_outputs import WRONG_OUTPUTS
 from benchmarks.faults.wrong_plans import WRONG_PLANS, Make
 
-FAULTS: Mapping[str, Make] = {**WRONG_PLANS, **CHANNEL_FAULTS, **WRONG_OUTPUTS}
-TRUE: Mapping[str, Make] = {**REMOVALS, **CHANNEL_REMOVALS}
+FAULTS: Mapping[str, Make] = {**WRONG_PLANS, **CHANNEL_FAULTS, **WRONG_OUTPUTS, **COMPUTED_FAULTS}
+TRUE: Mapping[str, Make] = {**REMOVALS, **CHANNEL_REMOVALS, **COMPUTED_WEIGHTS}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from collapse.canonical import dumps
 from collapse.errors import CollapseError
@@ -51,7 +51,10 @@ class Source(Record):
 
 
 class Applied(Record):
-    """One rewrite of the plan, as the report shows it; `replaced` are the tensors that it gives computed data."""
+    """One rewrite of the plan, as the report shows it.
+
+    `replaced` are the tensors that it gives computed data; the field is there only where there are any.
+    """
 
     pass_name: str = Field(alias="pass")
     site: str
@@ -59,6 +62,11 @@ class Applied(Record):
     grade: Grade
     evidence: Evidence
     replaced: tuple[str, ...] = ()
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = whole(self)
+        return found if self.replaced else {name: value for name, value in found.items() if name != "replaced"}
 
 
 class Verified(Record):

@@ -60,7 +60,7 @@ def blame(
         _alone(exact, ids, program, weights),
         tensors_blamed(output, source, plan, program, weights, values),
         _config_file(output, source, plan),
-        _configs(source, exact, ids, program, weights),
+        _configs(source, plan, ids, program, weights),
         _without(exact, ids, program, weights),
         _too_far(plan),
     ):
@@ -246,7 +246,7 @@ def _configs(
     """Yield the rewrites with whose config edits alone transformers computes something else than the graph does."""
     for rewrite in plan.rewrites:
         single = _single(plan, rewrite)
-        if not rewrite.config or is_channels(program, rewrite):
+        if not rewrite.config or is_channels(program, rewrite) or isinstance(rewrite, Replace):
             continue
         edits = ", ".join(f"{path} = {value}" for path, value in sorted(rewrite.config.items()))
         difference = _config_gap(source, single, ids, program, weights)
