@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -42,7 +42,8 @@ def _computed(subject: Subject, names: Sequence[str], draw: random.Random) -> tu
 
 def other_data(subject: Subject, draw: random.Random) -> Iterator[Planted]:
     """One element of a replaced tensor is another one, or the tensor has the source's data."""
-    for name, edit in zip(draw.sample(_whole(subject), 2), (_one_element, partial(_old_data, subject)), strict=True):
+    edits: tuple[Callable[[str, Tensors], None], ...] = (_one_element, partial(_old_data, subject))
+    for name, edit in zip(draw.sample(_whole(subject), len(edits)), edits, strict=True):
         new, values = _computed(subject, [name], draw)
         plan = subject.plan(vocabulary(subject, KEPT), new, kept=KEPT)
         yield Planted(subject, plan, name, tamper=partial(edit_tensors, partial(edit, name)), values=values)
