@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,19 +17,22 @@ from collapse.audit import audit
 from collapse.checkpoint import Checkpoint
 from collapse.errors import PlanError
 from collapse.manifest import load_manifest, write_manifest
+from collapse.naming import naming_of
 from collapse.options import Options
 from collapse.passes import Context, Proposal
 from collapse.plan import Axis, Evidence, IndexSet, Narrow, Plan, Specialise
 from collapse.progress import Stopwatch
+from collapse.rewrite.computed import replaced_names
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.values import Values, load_values
 from collapse.runtime.graph import load_graph
 from collapse.source_model import source_weights
-from collapse.trace import load_config, trace
+from collapse.trace import load_config, meta_model, trace
 from collapse.verdict import Verdict
 from collapse.verify import verify, with_blame
 from collapse.verify.computed import exact_graph
 from collapse.verify.dynamic import Rewritten, dynamic_checks
+from tests.architectures import tiny_config
 from tests.audit_cases import dropped
 from tests.exported import EMBEDDING, KEPT, SMALL, WEIGHTS, check, details
 from tests.replacing import MEASURED, drawn, replacing, values_in
@@ -246,7 +250,11 @@ def test_weights_in_memory_need_the_values(llama: Checkpoint, new, values: Value
 def test_tensors_that_the_model_does_not_take_as_they_are_cannot_be_replaced(llama: Checkpoint, origin) -> None:
     plan = plan_for(llama, replacing(drawn(llama, "old.bias")))
     with pytest.raises(PlanError, match=r"old\.bias: cannot be replaced: the model has no such tensor"):
-        rewrite_weights(*origin, plan, values=None)
+        rewrite_program(origin[0], plan)
+    expert = "model.layers.0.block_sparse_moe.experts.1.w2.weight"
+    mixtral = SimpleNamespace(naming=naming_of(meta_model(tiny_config("mixtral"))))
+    with pytest.raises(PlanError, match=f"{expert}: cannot be replaced: it is only a part of a tensor of the model"):
+        replaced_names(mixtral, plan_for(llama, replacing({expert: torch.ones(2)})))
 
 
 # From end to end.

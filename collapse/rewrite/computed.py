@@ -13,9 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from collapse.errors import PlanError
-from collapse.plan import Plan, Replace
+from collapse.plan import Plan
 from collapse.program import Program
-from collapse.rewrite.values import Values, open_values
+from collapse.rewrite.values import Values, open_values, plan_digests
 
 
 class Computed:
@@ -60,20 +60,30 @@ def replaced_weights(
     """Return what the plan puts in place of `weights`, by state-dict name, each under all names that it is tied to.
 
     The tensors have the dtype of `weights`. Raises `PlanError` where the values are not given or have another shape,
-    and for tensors that transformers does not take one by one into the model.
+    and as `replaced_names` does.
     """
     found: dict[str, torch.Tensor] = {}
-    for rewrite in plan.of_kind(Replace):
-        for origin in rewrite.tensors:
-            name, merged = program.naming.resolve(origin)
-            if name is None or merged:
-                reason = "is only a part of a tensor of the model" if merged else "the model has no such tensor"
-                raise PlanError(f"cannot be replaced: {reason}", where=origin, fix="make a new plan")
-            tensor = _read(values, origin).to(weights[name].dtype, copy=True)  # out of the mapped file
-            if tensor.shape != weights[name].shape:
-                reason = f"the values have the shape {list(tensor.shape)}, the graph reads {list(weights[name].shape)}"
-                raise PlanError(reason, where=origin, fix="make a new plan")
-            found |= dict.fromkeys(program.aliases(name), tensor)
+    for origin, name in replaced_names(program, plan).items():
+        tensor = _read(values, origin).to(weights[name].dtype, copy=True)  # out of the mapped file
+        if tensor.shape != weights[name].shape:
+            reason = f"the values have the shape {list(tensor.shape)}, the graph reads {list(weights[name].shape)}"
+            raise PlanError(reason, where=origin, fix="make a new plan")
+        found |= dict.fromkeys(program.aliases(name), tensor)
+    return found
+
+
+def replaced_names(program: Program, plan: Plan) -> dict[str, str]:
+    """Return the state-dict name of each tensor that the plan replaces, by the source's name in the files.
+
+    Raises `PlanError` for tensors that transformers does not take one by one into the model.
+    """
+    found: dict[str, str] = {}
+    for origin in plan_digests(plan):
+        name, merged = program.naming.resolve(origin)
+        if name is None or merged:
+            reason = "it is only a part of a tensor of the model" if merged else "the model has no such tensor"
+            raise PlanError(f"cannot be replaced: {reason}", where=origin, fix="make a new plan")
+        found[origin] = name
     return found
 
 

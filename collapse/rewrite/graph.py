@@ -16,7 +16,7 @@ from collapse.plan import DropLayers, Narrow, Plan, Rewrite, ShortCircuit
 from collapse.program import Program
 from collapse.rewrite.blocks import drop_blocks, inside_of, leaving_values, passed_in
 from collapse.rewrite.channels import experts_of, is_channels, narrow_channels
-from collapse.rewrite.computed import replaced_weights
+from collapse.rewrite.computed import replaced_names, replaced_weights
 from collapse.rewrite.copying import copy_graph
 from collapse.rewrite.leaves import drop_leaves, leaves_of
 from collapse.rewrite.specialise import specialise
@@ -34,8 +34,10 @@ def rewrite_program(
     With `graph_edits` it is also specialised as the plan says; `next-token` then leaves logits of the last one.
     `config` is the source's config.json; only narrowed channels need it.
 
-    Raises `PlanError` for a site that the graph does not have, or that cannot be cut out.
+    Raises `PlanError` for a site that the graph does not have, or that cannot be cut out, and for a tensor that cannot
+    be replaced.
     """
+    replaced_names(program, plan)
     program = _with_channels_narrowed(program, plan, config)
     graph = copy_graph(program.graph)
     remove_dead_nodes(graph.graph, keep=_user_inputs(program))
