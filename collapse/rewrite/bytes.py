@@ -106,7 +106,7 @@ class SourceReader:
 
     def _places(self, tensor: OutputTensor) -> Iterator[tuple[int, int, int]]:
         """Yield what is read of the source's files for a tensor, in order, as (descriptor, start, stop)."""
-        if tensor.source is not None and tensor.digest is None and gather.scattered(tensor):
+        if tensor.source is not None and gather.scattered(tensor):
             yield self._descriptor(tensor.source.file), tensor.source.start, tensor.source.stop
             return
         for piece in self._pieces(tensor):
