@@ -44,6 +44,9 @@ Stage = Annotated[str, typer.Option("--stage", help="How far a dead module goes:
 Placeholder = Annotated[bool, typer.Option("--placeholder", help="Leave 16 zero bytes under each erased name.")]
 Threshold = Annotated[float | None, typer.Option("--threshold", help="Nats; overrides the fitted one of --stage fuse.")]
 Passes = Annotated[list[str] | None, typer.Option("--pass", help="Run only this pass; may be repeated.")]
+Budgets = Annotated[
+    str | None, typer.Option("--budget", help="What may be lost or is to be saved: kl<=0.02, regret<=1%, params=-10%.")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of the split and of the samples.")]
 ShardSize = Annotated[int, typer.Option("--max-shard-size", min=1, help="Bytes of the largest weight file.")]
 Sign = Annotated[
@@ -69,6 +72,7 @@ def export(
     placeholder: Placeholder = False,
     threshold: Threshold = None,
     passes: Passes = None,
+    budget: Budgets = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Apply exactly this reviewed plan.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier output of collapse.")] = False,
     max_shard_size: ShardSize = 5 * 10**9,
@@ -85,7 +89,9 @@ def export(
 
     reviewed = Plan.load(plan) if plan else None
     values = load_values(reviewed, plan) if reviewed and plan else None
-    options = _options(corpus, field, stage, placeholder, threshold, passes, seed, max_shard_size, prompts, sign)
+    options = _options(
+        corpus, field, stage, placeholder, threshold, passes, budget, seed, max_shard_size, prompts, sign
+    )
     watch = _watch(quiet)
     target = output or _default_output(model, schema)
     result = run(model, target, schema, options, plan=reviewed, values=values, force=force, watch=watch)
@@ -107,6 +113,7 @@ def make(
     placeholder: Placeholder = False,
     threshold: Threshold = None,
     passes: Passes = None,
+    budget: Budgets = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, for review.")] = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -119,7 +126,7 @@ def make(
         reason = "is a directory" if output.is_dir() else "its directory does not exist"
         raise OutputError(f"cannot be written: {reason}", where=str(output), fix="name a file")
     watch = _watch(quiet)
-    options = _options(corpus, field, stage, placeholder, threshold, passes, seed)
+    options = _options(corpus, field, stage, placeholder, threshold, passes, budget, seed)
     result = make_plan(model, schema, options, save=output, watch=watch)
     _tell(result, watch, as_json, quiet)
 
@@ -141,11 +148,13 @@ def _options(
     placeholder: bool,
     threshold: float | None,
     passes: list[str] | None,
+    budget: str | None,
     seed: int,
     max_shard_size: int | None = None,
     prompts: int | None = None,
     sign: Path | None = None,
 ) -> Options:
+    from collapse.budget import parse_budgets
     from collapse.options import make_options
     from collapse.signing import load_private_key
 
@@ -156,6 +165,7 @@ def _options(
         placeholder=placeholder,
         threshold=threshold,
         passes=tuple(passes) if passes else None,
+        budgets=parse_budgets(budget) if budget else None,
         seed=seed,
         max_shard_size=max_shard_size,
         prompts=prompts,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from collapse.budget import Budget
 from collapse.erase import MAX_SHARD_SIZE
 from collapse.errors import PlanError
 from collapse.passes import PASSES, Pass
@@ -30,6 +31,7 @@ class Options:
         seed: of the split and of the samples.
         max_shard_size: bytes of the largest weight file.
         prompts, new_tokens: greedy continuations that verification compares.
+        budgets: what may be lost, or is to be saved; without any, only what costs nothing goes.
         sign: the key that the manifest is signed with, of `collapse.signing.load_private_key`; by default it is not.
     """
 
@@ -44,6 +46,7 @@ class Options:
     prompts: int = 8
     new_tokens: int = 16
     sign: Ed25519PrivateKey | None = None
+    budgets: tuple[Budget, ...] = ()
 
 
 DEFAULTS = Options()

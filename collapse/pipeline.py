@@ -142,6 +142,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         threshold=options.threshold,
         stage=options.stage,
         placeholder=options.placeholder,
+        budgets=options.budgets,
         progress=watch.advance,
     )
 

@@ -99,6 +99,12 @@ def encoder(checkpoint: Checkpoint) -> Callable[[str], Ids]:
     return lambda text: tuple(tokenizer.encode(text).ids)
 
 
+def text_bytes(checkpoint: Checkpoint) -> Callable[[Sequence[int]], int]:
+    """Return the function that says how many UTF-8 bytes of text some tokens stand for."""
+    tokenizer = Tokenizer.from_file(str(checkpoint.root / "tokenizer.json"))
+    return lambda ids: len(tokenizer.decode(list(ids), skip_special_tokens=False).encode())
+
+
 def sequences(checkpoint: Checkpoint, schema: InputSchema, split: Split | None, seed: int = 0) -> Sequences:
     """Return sequences of the corpus split, or of the schema's own ids where there is no corpus.
 

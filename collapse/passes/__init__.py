@@ -6,6 +6,7 @@ from collapse.passes.base import Context, Pass, Proposal
 from collapse.passes.constant_fold import ConstantFold
 from collapse.passes.dead_module import DeadModule
 from collapse.passes.last_token import LastToken
+from collapse.passes.layers import LayersPass
 from collapse.passes.positions import Positions
 from collapse.passes.specialise import Specialise
 from collapse.passes.text_only import TextOnly
@@ -19,6 +20,7 @@ PASSES: tuple[Pass, ...] = (
     Specialise(),
     Vocabulary(),
     DeadModule(),
+    LayersPass(),
     LastToken(),
     ConstantFold(),
 )

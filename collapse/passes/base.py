@@ -14,6 +14,7 @@ from collapse.analysis.reachability import Reachability, reachability
 from collapse.analysis.tables import token_tables
 from collapse.analysis.ties import duplicates
 from collapse.analysis.token_use import Samples
+from collapse.budget import Budget
 from collapse.checkpoint import Checkpoint
 from collapse.memory import release_memory
 from collapse.plan import Rewrite, Skipped, Stage
@@ -44,6 +45,7 @@ class Context:
     threshold: float | None = None
     stage: Stage = "erase"
     placeholder: bool = False
+    budgets: tuple[Budget, ...] = ()
     progress: Progress = no_progress
 
     @cached_property
