@@ -15,6 +15,7 @@ COMMANDS = {
     "guard": "what the guard of a loaded model costs a decode step",
     "last-token": "wall time of a prefill as a graph, with logits of all positions and of the last one",
     "erase": "speed and memory of writing half of a large checkpoint, against cp",
+    "peers": "what other one-shot methods lose at the same size; write reports/peers-MODEL.json and plots",
     "fuzz": "damaged input for every reader of files from elsewhere, 20,000 by default",
     "collect": "add the report.json of finished exports to reports/results.json",
     "readme-table": "rewrite the table in README.md from reports/results.json",

@@ -1,0 +1,39 @@
+"""A model with its calibration text, and what several methods want to know of both, each measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.peers.moments import Moments, moments
+from benchmarks.peers.streams import Turns, turns
+from benchmarks.peers.structure import Structure
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`ids` are rows [n, length] of tokens; `search` are those of them that SLEB, which runs often, looks at."""
+
+    model: PreTrainedModel
+    structure: Structure
+    ids: torch.Tensor
+    search: torch.Tensor
+    dropped: list[int] = field(default_factory=list)  # SLEB's order as far as it was asked for
+
+    @cached_property
+    def turns(self) -> Turns:
+        """How the residual stream turns."""
+        return turns(self.model, self.structure, self.ids)
+
+    @cached_property
+    def moments(self) -> Mapping[str, Moments]:
+        """Moments of what the readers of neurons and KV groups read, by module path."""
+        return moments(self.model, [units.reader for units in self.structure.units], self.ids)
+
+    def blocks_for(self, share: float) -> int:
+        """Return how many blocks come nearest to a share of all, one at least."""
+        return max(1, round(share * self.structure.size))

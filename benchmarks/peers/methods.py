@@ -1,0 +1,24 @@
+"""The peers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.peers.calibration import Calibration
+from benchmarks.peers.cut import Removal
+from benchmarks.peers.flap import flap_adaptive, flap_uniform
+from benchmarks.peers.replaceme import replaceme
+from benchmarks.peers.shortgpt import shortgpt
+from benchmarks.peers.sleb import sleb
+from benchmarks.peers.uidl import uidl
+from benchmarks.peers.wanda_sp import wanda_sp
+
+METHODS: Mapping[str, Callable[[Calibration, float], Removal]] = {
+    "shortgpt": shortgpt,
+    "uidl": uidl,
+    "sleb": sleb,
+    "replaceme": replaceme,
+    "flap": flap_adaptive,
+    "flap-ul": flap_uniform,
+    "wanda-sp": wanda_sp,
+}

@@ -1,0 +1,73 @@
+"""Per channel: count, mean, variance and sum of squares of what a module reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from benchmarks.peers.blocks import batches, logits_of
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Sums over `count` tokens, per input channel [channels], in double precision.
+
+    `shift` is the first token's value, from which `total` and `squares` are counted, so that a constant channel has a
+    variance of exactly zero.
+    """
+
+    count: int
+    shift: torch.Tensor
+    total: torch.Tensor
+    squares: torch.Tensor
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The mean of each channel."""
+        return self.shift + self.total / self.count
+
+    @property
+    def variance(self) -> torch.Tensor:
+        """The variance of each channel, over count - 1."""
+        return (self.squares - self.total**2 / self.count).clamp(min=0) / max(1, self.count - 1)
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """The Euclidean norm of each channel over all tokens."""
+        return (self.squares + 2 * self.shift * self.total + self.count * self.shift**2).clamp(min=0).sqrt()
+
+
+class _Sums:
+    """Takes part as a forward pre-hook and adds up what the module reads."""
+
+    def __init__(self) -> None:
+        self.found: Moments | None = None
+
+    def __call__(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        values = args[0].flatten(0, -2).double()
+        before = self.found
+        shift = values[0].clone() if before is None else before.shift
+        values = values - shift
+        count, total, squares = len(values), values.sum(0), (values**2).sum(0)
+        if before is not None:
+            count, total, squares = before.count + count, before.total + total, before.squares + squares
+        self.found = Moments(count, shift, total, squares)
+
+
+@torch.no_grad()
+def moments(model: PreTrainedModel, readers: Iterable[str], ids: torch.Tensor) -> dict[str, Moments]:
+    """Run the model on rows [n, length] and return the moments of each reader's input, by module path."""
+    sums = {path: _Sums() for path in readers}
+    hooks = [model.get_submodule(path).register_forward_pre_hook(sum_) for path, sum_ in sums.items()]
+    try:
+        for batch in batches(ids, model.get_input_embeddings().weight.shape[0]):
+            logits_of(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {path: sum_.found for path, sum_ in sums.items() if sum_.found is not None}
