@@ -41,7 +41,7 @@ class Removal:
         for name, value in self.weights.items():
             _put(smaller, name, value)
         for units, kept in self.kept:
-            _narrow(smaller, units, kept)
+            narrow_units(smaller, units, kept)
         for path, matrix in self.after.items():
             _put_behind(smaller, path, matrix)
         if self.gone:
@@ -60,7 +60,8 @@ def _put(model: nn.Module, name: str, value: torch.Tensor) -> None:
     setattr(model.get_submodule(path), leaf, nn.Parameter(value, requires_grad=False))
 
 
-def _narrow(model: nn.Module, units: Units, kept: tuple[int, ...]) -> None:
+def narrow_units(model: nn.Module, units: Units, kept: tuple[int, ...]) -> None:
+    """Let a model of `copy_sharing` keep just these units; its modules get new tensors."""
     for part in units.parts:
         gone = part.rows(set(range(units.size)) - set(kept))
         rest = torch.tensor([row for row in range(part.size) if row not in gone])

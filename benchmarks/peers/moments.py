@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,15 +60,24 @@ class _Sums:
         self.found = Moments(count, shift, total, squares)
 
 
-@torch.no_grad()
-def moments(model: PreTrainedModel, readers: Iterable[str], ids: torch.Tensor) -> dict[str, Moments]:
-    """Run the model on rows [n, length] and return the moments of each reader's input, by module path."""
+@contextmanager
+def recorded(model: nn.Module, readers: Iterable[str]) -> Iterator[dict[str, Moments]]:
+    """Record what modules read while the context is open; on leaving it, the result holds their moments by path."""
     sums = {path: _Sums() for path in readers}
-    hooks = [model.get_submodule(path).register_forward_pre_hook(sum_) for path, sum_ in sums.items()]
+    hooks = [model.get_submodule(path).register_forward_pre_hook(recorder) for path, recorder in sums.items()]
+    found: dict[str, Moments] = {}
     try:
-        for batch in batches(ids, model.get_input_embeddings().weight.shape[0]):
-            logits_of(model, batch)
+        yield found
     finally:
         for hook in hooks:
             hook.remove()
-    return {path: sum_.found for path, sum_ in sums.items() if sum_.found is not None}
+    found.update((path, recorder.found) for path, recorder in sums.items() if recorder.found is not None)
+
+
+@torch.no_grad()
+def moments(model: PreTrainedModel, readers: Iterable[str], ids: torch.Tensor) -> dict[str, Moments]:
+    """Run the model on rows [n, length] and return the moments of each reader's input, by module path."""
+    with recorded(model, readers) as found:
+        for batch in batches(ids, model.get_input_embeddings().weight.shape[0]):
+            logits_of(model, batch)
+    return found

@@ -22,8 +22,8 @@ def svg(title: str, lines: Mapping[str, Points], *, x: str = "parameters", y: st
         return _document(title, [])
     sizes = [size for points in drawn.values() for size, _ in points]
     decades = [math.log10(kl) for points in drawn.values() for _, kl in points]
-    across = _scale(min(sizes), max(sizes), LEFT, WIDTH - RIGHT)
-    up = _scale(math.floor(min(decades)), math.ceil(max(decades)), HEIGHT - BOTTOM, TOP)
+    across = Scale(min(sizes), max(sizes), LEFT, WIDTH - RIGHT)
+    up = Scale(math.floor(min(decades)), math.ceil(max(decades)), HEIGHT - BOTTOM, TOP)
     parts = [*_grid(across, up, sizes, decades), *_labels(x, y)]
     for number, (name, points) in enumerate(drawn.items()):
         places = [(across(size), up(math.log10(kl))) for size, kl in points]
@@ -31,7 +31,7 @@ def svg(title: str, lines: Mapping[str, Points], *, x: str = "parameters", y: st
     return _document(title, parts)
 
 
-class _scale:
+class Scale:
     """A linear map from [low, high] to [start, stop]; of a single value the middle."""
 
     def __init__(self, low: float, high: float, start: float, stop: float) -> None:
@@ -42,7 +42,7 @@ class _scale:
         return self.start + share * (self.stop - self.start)
 
 
-def _grid(across: _scale, up: _scale, sizes: Sequence[float], decades: Sequence[float]) -> Iterable[str]:
+def _grid(across: Scale, up: Scale, sizes: Sequence[float], decades: Sequence[float]) -> Iterable[str]:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     yield f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="#333"/>'
     for decade in range(math.floor(min(decades)), math.ceil(max(decades)) + 1):

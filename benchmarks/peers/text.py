@@ -22,7 +22,7 @@ from collapse.errors import CollapseError
 
 DATA = ROOT.parent / "shared" / "data"
 FOLDERS = {"log": "logs", "json": "json", "text": "prose"}
-SUFFIXES = (".log", ".json", ".jsonl", ".txt", ".py")
+SUFFIXES = {"log": (".log",), "json": (".json", ".jsonl"), "text": (".txt",), "code": (".py",)}
 LENGTH = 256  # tokens of a row
 SPAN = 4096  # characters that a row is cut from; more where these are too few tokens
 
@@ -66,7 +66,7 @@ def split_of(kind: str, data: Path = DATA) -> Split:
     folder = Path(sysconfig.get_path("stdlib")) if kind == "code" else data / FOLDERS[kind]
     if not folder.is_dir():
         raise CollapseError(f"the folder with {kind} text is not there", where=str(folder), fix="give --data")
-    sources = _sources(folder)
+    sources = _sources(folder, SUFFIXES[kind])
     if not sources:
         raise CollapseError("no text in it", where=str(folder), fix="give --data")
     if kind == "text":
@@ -76,10 +76,13 @@ def split_of(kind: str, data: Path = DATA) -> Split:
     return Split(kind, tuple(source for source in sources if source not in held_out), held_out)
 
 
-def _sources(folder: Path) -> tuple[Source, ...]:
-    """Read the text files right in `folder`; those of one family, such as two forms of one answer, are one source."""
+def _sources(folder: Path, suffixes: tuple[str, ...]) -> tuple[Source, ...]:
+    """Read the files right in `folder`; those of one family, such as two forms of one answer, are one source.
+
+    Modules with a leading underscore are left out: one of them says how Python was built on this machine.
+    """
     families: dict[str, list[str]] = {}
-    for path in sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.name[0] != "_"):
         family = path.stem if path.suffix == ".py" else re.split(r"[._-]", path.name)[0]
         families.setdefault(family, []).append(path.read_text(encoding="utf-8", errors="replace"))
     return tuple(Source(name, "\n".join(texts)) for name, texts in families.items())
@@ -120,7 +123,7 @@ def _row(source: Source, start: int, tokenizer: Tokenizer, length: int) -> tuple
     while True:
         text = source.text[start : start + span]
         encoded: Encoding = tokenizer.encode(text)
-        if len(encoded.ids) >= length:
+        if len(encoded.ids) > length:  # one more, since the last may be a special token without text
             break
         if start + span >= len(source.text):
             start = max(0, start - span)

@@ -12,23 +12,30 @@ Scores = Mapping[Units, torch.Tensor]  # one score a unit
 Kept = tuple[tuple[Units, tuple[int, ...]], ...]
 
 
-def uniform(scores: Scores, share: float, target: float) -> Kept:
-    """Take from every block as many units, and as many KV groups as come nearest to `share` of them.
+def uniform_losses(units: Sequence[Units], share: float, target: float) -> dict[Units, int]:
+    """Return how many of each to take, as many from every block: KV groups as near to `share` of them as can be.
 
     The neurons make up what is left of `target` parameters; where it is not a whole number of neurons a block, the
     first blocks lose one more.
     """
-    heads = {units: round(share * units.size) for units in scores if units.kind == "kv-groups"}
-    losses = {units: min(lost, units.size - 1) for units, lost in heads.items()}
-    neurons = [units for units in scores if units.kind == "neurons"]
-    rest = max(0.0, target - sum(lost * units.parameters for units, lost in losses.items()))
+    groups = [one for one in units if one.kind == "kv-groups"]
+    neurons = [one for one in units if one.kind == "neurons"]
+    losses = {one: min(round(share * one.size), one.size - 1) for one in groups}
+    rest = max(0.0, target - sum(lost * one.parameters for one, lost in losses.items()))
     total = round(rest / neurons[0].parameters) if neurons else 0
     each, more = divmod(total, max(1, len(neurons)))
-    losses |= {units: min(units.size - 1, each + (place < more)) for place, units in enumerate(neurons)}
-    return tuple((units, _best(scores[units], units.size - lost)) for units, lost in losses.items() if lost)
+    losses |= {one: min(one.size - 1, each + (place < more)) for place, one in enumerate(neurons)}
+    return {one: lost for one, lost in losses.items() if lost}
 
 
-def _best(scores: torch.Tensor, count: int) -> tuple[int, ...]:
+def uniform(scores: Scores, share: float, target: float) -> Kept:
+    """Take as many from every block, the lowest scores of each first."""
+    losses = uniform_losses(list(scores), share, target)
+    return tuple((units, best(scores[units], units.size - lost)) for units, lost in losses.items())
+
+
+def best(scores: torch.Tensor, count: int) -> tuple[int, ...]:
+    """Return the numbers of the highest scores, ascending; of equal ones the first."""
     return tuple(sorted(scores.argsort(descending=True, stable=True)[:count].tolist()))
 
 
