@@ -56,25 +56,37 @@ class Bench:
             )  # fmt: skip
 
 
-def bench_of(checkpoint: Checkpoint, settings: Settings, splits: dict[str, Split], *, cut: bool) -> Bench:
+def bench_of(
+    checkpoint: Checkpoint,
+    settings: Settings,
+    splits: dict[str, Split],
+    evaluations: Sequence[EvaluatedOn],
+    *,
+    cut: bool,
+) -> Bench:
     """Load the model, draw all rows, and cut the vocabulary to the domain's calibration text where asked."""
-    structure = structure_of(checkpoint)
+    structure, domain = structure_of(checkpoint), splits[settings.domain]
     model, _ = load_source(checkpoint, Stopwatch(quiet=True))
     tokenizer = TokenizerFile.read(checkpoint.root).encoder()
-    domain = splits[settings.domain]
     vocabulary = vocabulary_of(checkpoint, settings.domain, domain.calibration) if cut else None
-    calibrations: dict[CalibratedOn, Calibration] = {}
-    for name, split in (("domain", domain), ("generic", splits[settings.generic])):
-        ids, search = (
-            draw(split.calibration, tokenizer, tokens, seed=settings.seed).ids
-            for tokens in (settings.calibration_tokens, settings.search_tokens)
-        )
-        calibrations[name] = Calibration(model, structure, ids, search)  # type: ignore[index]
-    references: dict[Place, Reference] = {}
-    for place, split in (("in-domain", domain), ("other domain", splits[settings.other])):
-        for kept, encoder in ((None, tokenizer), *(((vocabulary.kept, vocabulary.tokenizer),) if vocabulary else ())):
-            rows = draw(split.evaluation, encoder, settings.evaluation_tokens, seed=settings.seed)
-            references[place, kept is not None] = Reference(model, structure, rows, kept)  # type: ignore[index]
+
+    def calibration(split: Split) -> Calibration:
+        tokens = (settings.calibration_tokens, settings.search_tokens)
+        ids, search = (draw(split.calibration, tokenizer, count, seed=settings.seed).ids for count in tokens)
+        return Calibration(model, structure, ids, search)
+
+    def reference(place: EvaluatedOn, vocabulary: Vocabulary | None) -> Reference:
+        split = domain if place == "in-domain" else splits[settings.other]
+        encoder = vocabulary.tokenizer if vocabulary else tokenizer
+        rows = draw(split.evaluation, encoder, settings.evaluation_tokens, seed=settings.seed)
+        return Reference(model, structure, rows, vocabulary.kept if vocabulary else None)
+
+    vocabularies = (None, vocabulary) if vocabulary else (None,)
+    references = {(place, one is not None): reference(place, one) for place in evaluations for one in vocabularies}
+    calibrations: dict[CalibratedOn, Calibration] = {
+        "domain": calibration(domain),
+        "generic": calibration(splits[settings.generic]),
+    }
     return Bench(model, structure, vocabulary, calibrations, references)
 
 
@@ -99,7 +111,7 @@ def show(cell: Cell) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what is not yet in the report, and write report and plots after every model."""
+    """Run what is not yet in the report, and write report and plots after every cell."""
     options = _parser().parse_args(arguments)
     checkpoint = resolve(options.model)
     splits = {kind: split_of(kind, options.data) for kind in {options.domain, options.other, GENERIC}}
@@ -111,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     path = options.report or ROOT / "reports" / f"peers-{checkpoint.label}.json"
     report = load(path, Report(settings=settings, machine=machine()))
-    bench = bench_of(checkpoint, settings, splits, cut=options.vocabulary)
+    bench = bench_of(checkpoint, settings, splits, options.evaluations, cut=options.vocabulary)
     shares = [float(share) / 100 for share in options.shares.split(",")]
     todo = [(SOURCE, 0.0, "domain"), *wanted(bench, options.methods, shares, options.calibrations, report)]
     for method, share, name in todo:
@@ -131,8 +143,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--search-tokens", type=int, help="what SLEB searches on, as many as --tokens by default")
     parser.add_argument("--shares", default="10,20,30", help="percent of the decoder's parameters")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
-    calibrations = get_args(CalibratedOn)
-    parser.add_argument("--calibrations", nargs="+", choices=calibrations, default=calibrations, metavar="TEXT")
+    for option, texts in (("--calibrations", get_args(CalibratedOn)), ("--evaluations", get_args(EvaluatedOn))):
+        parser.add_argument(option, nargs="+", choices=texts, default=texts, help=f"of {', '.join(texts)}")
     parser.add_argument("--domain", choices=("log", "json", "code"), default="log")
     parser.add_argument("--other", choices=("log", "json", "code"), default="code")
     parser.add_argument("--vocabulary", action="store_true", help="also with the vocabulary cut to the domain's")

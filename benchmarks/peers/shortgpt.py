@@ -10,7 +10,7 @@ from benchmarks.peers.streams import Turns
 
 
 def block_influence(found: Turns) -> torch.Tensor:
-    """Return BI_i = 1 - E[cos(X_i, X_{i+1})] of each block (the paper's equation 1)."""
+    """Return BI_i = 1 - E[cos(X_i, X_{i+1})] of each block."""
     return 1 - torch.diagonal(found.cosine, offset=1)
 
 
