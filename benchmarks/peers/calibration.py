@@ -22,7 +22,7 @@ class Calibration:
     structure: Structure
     ids: torch.Tensor
     search: torch.Tensor
-    dropped: list[int] = field(default_factory=list)  # SLEB's order as far as it was asked for
+    dropped: list[int] = field(default_factory=list, init=False)  # SLEB's order as far as it was asked for
 
     @cached_property
     def turns(self) -> Turns:

@@ -51,7 +51,7 @@ class Reference:
     structure: Structure
     rows: Rows
     kept: torch.Tensor | None = None
-    _last: list[torch.Tensor] = field(default_factory=list)
+    _last: list[torch.Tensor] = field(default_factory=list, init=False)
 
     @property
     def vocabulary(self) -> int:
