@@ -1,7 +1,7 @@
-"""What is checked of an output with computed weights: they make another function than the source's.
+"""What is checked of an output that is another function than its source, by computed weights or lost blocks.
 
-It is compared with the rewritten graph on the same computed weights, which is a second path to the same function;
-how far it is from the source is measured, and nothing is claimed of it.
+It is compared with the rewritten graph on the same weights, which is a second path to the same function; how far it is
+from the source is measured, and nothing is claimed of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from collapse.analysis.ties import config_as_loaded
 from collapse.checkpoint import Checkpoint
-from collapse.plan import Plan, Replace
+from collapse.plan import DropLayers, Narrow, Plan, Replace, Rewrite
 from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
@@ -44,11 +44,19 @@ Exact = tuple[Program, Weights]
 
 
 def says_of_source(plan: Plan) -> bool:
-    """Whether the plan claims anything about the source's logits.
+    """Whether the plan claims that source and output say the same, exactly or within a `tolerance` of its evidence."""
+    return not any(map(_changes, plan.rewrites))
 
-    A plan that replaces tensors does only where the evidence of each has a `tolerance`.
+
+def _changes(rewrite: Rewrite) -> bool:
+    """Whether a rewrite makes another function: computed weights, or the loss of blocks or channels that were read.
+
+    A cut of the vocabulary leaves the logits of kept ids as they are, whatever its grade is about.
     """
-    return all("tolerance" in rewrite.evidence.figures for rewrite in plan.of_kind(Replace))
+    if rewrite.evidence.grade == "proved" or "tolerance" in rewrite.evidence.figures:
+        return False
+    channels = isinstance(rewrite, Narrow) and rewrite.relabels == "channels"
+    return channels or isinstance(rewrite, Replace | DropLayers)
 
 
 def exact_part(plan: Plan) -> Plan:
