@@ -104,15 +104,6 @@ class SourceReader:
             else:
                 yield b"".join(self._read(stretch))
 
-    def _places(self, tensor: OutputTensor) -> Iterator[tuple[int, int, int]]:
-        """Yield what is read of the source's files for a tensor, in order, as (descriptor, start, stop)."""
-        if tensor.source is not None and gather.scattered(tensor):
-            yield self._descriptor(tensor.source.file), tensor.source.start, tensor.source.stop
-            return
-        for piece in self._pieces(tensor):
-            if isinstance(piece, Piece):
-                yield self._descriptor(piece.file), piece.start, piece.stop
-
     def _pieces(self, tensor: OutputTensor) -> Iterator[Piece | bytes]:
         if tensor.digest is None or tensor.source is None:
             yield from tensor.pieces()
@@ -120,6 +111,15 @@ class SourceReader:
             yield self._values.piece(tensor.source.name)
         else:
             raise PlanError("the plan replaces the tensor, but no values are given", where=tensor.source.name)
+
+    def _places(self, tensor: OutputTensor) -> Iterator[tuple[int, int, int]]:
+        """Yield what is read of the source's files for a tensor, in order, as (descriptor, start, stop)."""
+        if tensor.source is not None and gather.scattered(tensor):
+            yield self._descriptor(tensor.source.file), tensor.source.start, tensor.source.stop
+            return
+        for piece in tensor.pieces() if self._values is None else self._pieces(tensor):
+            if isinstance(piece, Piece):
+                yield self._descriptor(piece.file), piece.start, piece.stop
 
     def _gathered(self, tensor: OutputTensor, info: TensorInfo) -> Iterator[memoryview]:
         descriptor = self._descriptor(info.file)
