@@ -20,7 +20,9 @@ KINDS = ["llama", "gemma3_text"]
 
 
 def model_of(kind: str = "llama") -> nn.Module:
-    return tiny_model(kind, num_hidden_layers=LAYERS).eval()
+    types = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+    more = {"layer_types": types} if kind == "gemma3_text" else {}
+    return tiny_model(kind, num_hidden_layers=LAYERS, **more).eval()
 
 
 def without(model: nn.Module, dropped: Collection[int]) -> Tensor:
