@@ -54,7 +54,7 @@ def blame(
         weights: what it reads, by state-dict name, in fp32.
     """
     values = values_of(output, read_tensors(output)[0].values(), plan)
-    exact = plan if says_of_source(plan) else exact_part(plan)
+    exact = plan if says_of_source(plan) and not plan.of_kind(Replace) else exact_part(plan)
     for found in (
         _other_values(plan, values),
         _alone(exact, ids, program, weights),
