@@ -196,10 +196,11 @@ def _measured(task: _Task, point: _Point) -> Evidence:
     regret = sum(one.nll - one.source_nll for one in losses) / sum(one.source_nll for one in losses)
     flips = sum(one.flips for one in losses) / tokens
     confident = sum(one.confident_flips for one in losses) / max(1, sum(one.confident for one in losses))
-    blocks = len(point.step.dropped)
+    count = len(point.step.dropped)
+    blocks = "one block" if count == 1 else f"{count} blocks"
     return Evidence(
         grade="measured",
-        claim=f"without {blocks} blocks the mean KL divergence on held-out text is {kl:.4f} nats a token",
+        claim=f"without {blocks} the mean KL divergence on held-out text is {kl:.4f} nats a token",
         method="greedy search by measured KL on calibration text; losses measured on held-out text, with no bound",
         figures={"kl": kl, "regret": regret, "flips": flips, "confident_flips": confident, "tokens": tokens},
     )
