@@ -53,12 +53,16 @@ DEFAULTS = Options()
 
 
 def make_options(**given: Any) -> Options:
-    """Return options; those given as None keep their default. Raises `PlanError` for an unknown stage."""
+    """Return options; those given as None keep their default. Raises `PlanError` for what is unknown or has no use."""
     options = Options(**{name: value for name, value in given.items() if value is not None})
     stages = get_args(Stage)
     if options.stage not in stages:
         raise PlanError(f"unknown stage {options.stage!r}", fix=f"choose among {', '.join(stages)}")
     chosen_passes(options.passes)
+    if options.budgets and "layers" not in options.passes:
+        raise PlanError(
+            "a budget is for the pass layers, which is not to run", where="--budget", fix="add --pass layers"
+        )
     return options
 
 

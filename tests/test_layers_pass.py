@@ -110,6 +110,21 @@ def test_the_export_is_a_plain_shorter_model_that_says_the_same(source: Path, tm
     assert torch.equal(expected, found)  # the block added exact zeros
 
 
+def test_a_size_that_the_losses_do_not_allow_is_said_to_be_missed(source: Path) -> None:
+    proposal = plan_of(source, "kl<=0.02,flops=-90%")
+    assert dropped_by(proposal).evidence.grade == "certified"
+    assert "before the sizes are reached" in proposal.skipped[-1].reason
+    reached = plan_of(source, "kl<=0.02,flops=-20%")
+    assert dropped_by(reached).evidence.figures["flops_share"] <= 0.8
+    assert not any("before the sizes" in one.reason for one in reached.skipped)
+
+
+def test_a_budget_without_its_pass_is_one_line(source: Path, command: Command) -> None:
+    outcome = command("plan", source, "--budget", "kl<=0.02", "--pass", "vocabulary")
+    assert outcome.code == 2
+    assert len(outcome.err.strip().splitlines()) == 1 and "--pass layers" in outcome.err
+
+
 @pytest.mark.parametrize("text", ["kl<=x", "speed=-10%", "params=+10%", "kl<=0.1,kl<=0.2"])
 def test_a_bad_budget_is_one_line(source: Path, tmp_path: Path, command: Command, text: str) -> None:
     outcome = command("export", source, "--budget", text, "-o", tmp_path / "out")

@@ -24,14 +24,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Step:
-    """One point of the path: the blocks that are gone, and the mean KL divergence a token on calibration text, nats.
-
-    `measured` is how many models were run in full to choose it.
-    """
+    """One point of the path: the blocks that are gone, and the mean KL divergence a token on calibration text, nats."""
 
     dropped: tuple[int, ...]
     kl: float
-    measured: int
 
 
 @dataclass(frozen=True)
@@ -64,11 +60,6 @@ class LayerSearch:
             gone = step.dropped
             progress(len(gone), size - 1)
 
-    def cost(self, dropped: Sequence[int]) -> float:
-        """Return the cost of dropping these blocks together, measured from the start."""
-        total = sum(self._divergence(batch, self._runs.run(batch.ids, dropped).logits) for batch in self._batches)
-        return total / self._positions(self._batches)
-
     def _next(self, gone: tuple[int, ...], size: int, allowed: Callable[[tuple[int, ...]], bool]) -> Step | None:
         left = [block for block in range(size) if block not in gone]
         rough = self._costs(gone, left, self._batches[:FIRST])
@@ -78,7 +69,7 @@ class LayerSearch:
             return None
         exact = rough if len(self._batches) <= FIRST else self._costs(gone, best, self._batches)
         chosen = min(best, key=lambda block: (exact[block], block))
-        return Step(tuple(sorted((*gone, chosen))), exact[chosen], len(left) + len(best))
+        return Step(tuple(sorted((*gone, chosen))), exact[chosen])
 
     def _costs(
         self, gone: tuple[int, ...], candidates: Sequence[int], batches: Sequence[_Batch]
@@ -93,9 +84,6 @@ class LayerSearch:
                 totals[block] += divergence(source, tried.logits)
         positions = self._positions(batches)
         return {block: total / positions for block, total in totals.items()}
-
-    def _divergence(self, batch: _Batch, logits: Tensor) -> float:
-        return divergence(self._runs.run(batch.ids, start=len(self._runs), state=batch.final).logits, logits)
 
     @staticmethod
     def _positions(batches: Sequence[_Batch]) -> int:

@@ -169,7 +169,10 @@ def _chosen(task: _Task, path: Sequence[_Point]) -> Proposal:
     if not met:
         first = {**certificates[0].to_evidence().figures, **_figures(path[0])}
         return task.skipped("the bound on held-out text breaks the budget with one block gone already", first)
-    return Proposal((_with(met[-1], certificates[len(met) - 1].to_evidence()),))
+    taken = met[-1]
+    short = "the bound on held-out text breaks the budget before the sizes are reached"
+    missed = () if taken.reaches(task.sizes) else task.skipped(short, _figures(path[-1])).skipped
+    return Proposal((_with(taken, certificates[len(met) - 1].to_evidence()),), missed)
 
 
 def _certificates(task: _Task, path: Sequence[_Point]) -> tuple[Certificate, ...]:
