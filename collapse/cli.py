@@ -165,7 +165,7 @@ def _options(
         placeholder=placeholder,
         threshold=threshold,
         passes=tuple(passes) if passes else None,
-        budgets=parse_budgets(budget) if budget else None,
+        budgets=parse_budgets(budget) if budget is not None else None,
         seed=seed,
         max_shard_size=max_shard_size,
         prompts=prompts,

@@ -125,7 +125,7 @@ def test_a_budget_without_its_pass_is_one_line(source: Path, command: Command) -
     assert len(outcome.err.strip().splitlines()) == 1 and "--pass layers" in outcome.err
 
 
-@pytest.mark.parametrize("text", ["kl<=x", "speed=-10%", "params=+10%", "kl<=0.1,kl<=0.2"])
+@pytest.mark.parametrize("text", ["", "kl<=x", "speed=-10%", "params=+10%", "kl<=0.1,kl<=0.2"])
 def test_a_bad_budget_is_one_line(source: Path, tmp_path: Path, command: Command, text: str) -> None:
     outcome = command("export", source, "--budget", text, "-o", tmp_path / "out")
     assert outcome.code == 2
