@@ -12,8 +12,8 @@ from benchmarks.peers.calibration import Calibration
 from benchmarks.peers.cut import Removal, copy_sharing, narrow_units
 from benchmarks.peers.flap import reader_weight, target_of
 from benchmarks.peers.moments import Moments, recorded
-from benchmarks.peers.structure import Units
 from benchmarks.peers.widths import Kept, best, uniform_losses, unit_scores
+from collapse.search.units import Units
 
 
 def importance(weight: torch.Tensor, found: Moments) -> torch.Tensor:
