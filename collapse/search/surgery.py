@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from collapse.analysis.layers import OWN_NUMBER, Layers
 from collapse.search.units import Units
@@ -29,6 +30,8 @@ def put(model: nn.Module, name: str, value: torch.Tensor) -> None:
     setattr(module, leaf, nn.Parameter(value, requires_grad=False))
     if isinstance(module, nn.Linear):
         module.out_features, module.in_features = module.weight.shape
+    elif isinstance(module, Conv1D):
+        module.nx, module.nf = module.weight.shape
 
 
 def narrow_units(model: nn.Module, units: Units, kept: Iterable[int]) -> None:
