@@ -24,6 +24,7 @@ class Removal:
         kept: of the units that are narrowed, the numbers of those that stay; at least one each.
         weights: new values by state-dict name, of the source's shapes; a bias that the source lacks is added.
         after: matrices [width, width] by module path: `y` of that module becomes `y @ matrix`, with new parameters.
+        made: the smaller model itself, where the method makes it on the way; nothing else is then done.
     """
 
     method: str
@@ -31,9 +32,12 @@ class Removal:
     kept: tuple[tuple[Units, tuple[int, ...]], ...] = ()
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     after: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    made: PreTrainedModel | None = None
 
     def apply(self, model: PreTrainedModel, structure: Structure) -> PreTrainedModel:
         """Return the smaller model; it shares unchanged tensors with `model`, which stays as it is."""
+        if self.made is not None:
+            return self.made
         smaller = copy_sharing(model)
         for name, value in self.weights.items():
             put(smaller, name, value)
