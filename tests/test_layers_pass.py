@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from collapse.passes.shrink import Shrink
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +14,7 @@ from collapse.budget import parse_budgets
 from collapse.errors import PlanError
 from collapse.manifest import load_manifest
 from collapse.passes import PASSES, Proposal
+from collapse.passes.shrink import Shrink
 from collapse.pipeline import make_plan
 from collapse.plan import DropLayers
 from tests.architectures import save_tiny
