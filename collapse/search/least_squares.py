@@ -8,7 +8,7 @@ kind the fit decides, elsewhere the source does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 RIDGE = 0.3  # of each input's own energy; less lets a fit to few systems' logs run away on those of others
 FLOOR = 1e-4  # of the mean energy, so that an input that is never used keeps the source's column
-ROUNDS = 40  # of elimination: what goes in one round is judged together, before the rest is solved again
+ROUNDS = 24  # of elimination: what goes in one round is judged together, before the rest is solved again
 
 
 @dataclass(frozen=True)
@@ -52,25 +52,32 @@ def pulled(normal: Normal, weight: Tensor, ridge: float = RIDGE) -> Normal:
 
 
 def eliminate(normal: Normal, units: Sequence[Sequence[int]], keep: int) -> tuple[int, ...]:
-    """Return which `keep` of the `units`, disjoint sets of inputs of one size, the fit needs most, ascending.
+    """Return which `keep` of the `units` the fit needs most, ascending; see `eliminations`."""
+    return next(eliminations(normal, units, [keep]))
 
-    Backward elimination by what the residual grows by when a unit goes and the rest is solved again (the generalised
-    optimal brain surgeon: tr(W_u^T (P_uu)^-1 W_u), with P the inverse of the gram matrix). Inputs in no unit stay.
+
+def eliminations(normal: Normal, units: Sequence[Sequence[int]], sizes: Iterable[int]) -> Iterator[tuple[int, ...]]:
+    """Yield for each of the descending `sizes` which of the units the fit needs most, ascending.
+
+    The units are disjoint sets of as many inputs each; inputs in none of them stay. Backward elimination by what the
+    residual grows by when a unit goes and the rest is solved again (the generalised optimal brain surgeon:
+    tr(W_u^T (P_uu)^-1 W_u), with P the inverse of the gram matrix).
     """
     columns = torch.tensor([list(unit) for unit in units])
     inverse = torch.linalg.inv(normal.gram)
     weight = (inverse @ normal.cross).float()  # [in, out]
     inverse = inverse.float()
     alive = torch.ones(len(columns), dtype=torch.bool)
-    left = len(columns) - keep
-    each = max(1, left // ROUNDS)
-    while left > 0:
-        costs = torch.where(alive, _costs(inverse, weight, columns), torch.inf)
-        gone = costs.argsort(stable=True)[: min(each, left)]
-        alive[gone] = False
-        inverse, weight = _without(inverse, weight, columns[gone].flatten())
-        left -= len(gone)
-    return tuple(alive.nonzero().flatten().tolist())
+    for size in sizes:
+        left = int(alive.sum()) - size
+        each = max(1, -(-left // ROUNDS))
+        while left > 0:
+            costs = torch.where(alive, _costs(inverse, weight, columns), torch.inf)
+            gone = costs.argsort(stable=True)[: min(each, left)]
+            alive[gone] = False
+            inverse, weight = _without(inverse, weight, columns[gone].flatten())
+            left -= len(gone)
+        yield tuple(alive.nonzero().flatten().tolist())
 
 
 def _costs(inverse: Tensor, weight: Tensor, columns: Tensor) -> Tensor:

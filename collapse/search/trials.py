@@ -13,12 +13,12 @@ from collapse.analysis.block_runs import BlockRuns
 from collapse.analysis.layer_search import BATCH, divergence
 from collapse.analysis.layers import Layers
 from collapse.search.calls import block_calls, watched
-from collapse.search.least_squares import RIDGE, Normal, eliminate, normal_equations, pulled
+from collapse.search.least_squares import RIDGE, Normal, eliminations, normal_equations, pulled
 from collapse.search.surgery import copy_sharing, narrow_units, put
 from collapse.search.sweep import ROWS, Reader
 from collapse.search.units import Units
 
-FRACTIONS = (0.125, 0.25, 0.5, 0.75)  # of a block's units that are tried without
+FRACTIONS = (0.125, 0.375, 0.75)  # of a block's units that are tried without
 
 Progress = Callable[[int, int], None]
 
@@ -46,14 +46,13 @@ class Trials:
     def run(self, progress: Progress) -> tuple[Trial, ...]:
         """Return the trials of all units at several sizes; at full size nothing is tried."""
         runs = BlockRuns(self.model, self.layers.site)
-        states = [runs.run(ids) for ids in torch.split(self.choosing, BATCH)]
-        before = [dict(one.states) for one in states]
-        del states
+        before = [runs.run(ids).states for ids in torch.split(self.choosing, BATCH)]
         found: list[Trial] = []
         for done, (units, normal) in enumerate(self._normals(), 1):
-            for kept in sizes_of(units):
+            parts = [tuple(units.columns([unit])) for unit in range(units.size)]
+            for kept in eliminations(normal, parts, sizes_of(units)):
                 smaller = self._narrowed(units, normal, kept)
-                found.append(Trial(units, kept, self._kl(runs, smaller, units.block, before)))
+                found.append(Trial(units, len(kept), self._kl(runs, smaller, units.block, before)))
             progress(done, len(self.units))
         return tuple(found)
 
@@ -73,10 +72,9 @@ class Trials:
                 pairs = ((reader.extended(x), y) for x, y in seen[one.reader])
                 yield one, pulled(normal_equations(pairs), reader.matrix, self.ridge)
 
-    def _narrowed(self, units: Units, normal: Normal, size: int) -> PreTrainedModel:
+    def _narrowed(self, units: Units, normal: Normal, kept: Sequence[int]) -> PreTrainedModel:
         smaller = copy_sharing(self.model)
         reader = Reader.of(smaller, units)
-        kept = eliminate(normal, [tuple(units.columns([unit])) for unit in range(units.size)], size)
         columns = torch.tensor([*units.columns(kept), *range(reader.inputs, reader.matrix.shape[1])])
         narrow_units(smaller, units, kept)
         for name, tensor in reader.tensors(normal.solve(columns).float()).items():
