@@ -10,24 +10,22 @@ import argparse
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.results import ROOT
 from collapse.canonical import dumps
 from collapse.errors import CollapseError
 from collapse.manifest import load_manifest
 from collapse.plan import Plan, Record
+from collapse.runtime.decoding import Decoding, in_turns
 from collapse.runtime.guard import Guard, check, make_guard
 from collapse.runtime.load import load
 from collapse.schema import load_schema
-from collapse.trace import CACHE_ARGUMENTS, cache_argument
 
 REPORT = ROOT / "reports" / "bench-guard.json"
 WARM_UP = 8
@@ -57,36 +55,6 @@ class Summary(Record):
     machine: dict[str, str | int]
 
 
-class Decoding:
-    """One model in the middle of a generation; each call decodes one token."""
-
-    def __init__(self, model: PreTrainedModel, prompt: torch.Tensor) -> None:
-        self.model, self.length = model, prompt.shape[1]
-        self.name = cache_argument(model)
-        if self.name is None:
-            raise CollapseError("the model has no KV cache", where="decode step", fix="give one that generates")
-        self.token = prompt[:, -1:]
-        self._output = model(prompt, use_cache=True)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """What the next step is called with."""
-        found = (getattr(self._output, name, None) for name in CACHE_ARGUMENTS)
-        cache = next(cache for cache in found if cache is not None)
-        mask = torch.ones(len(self.token), self.length + 1, dtype=torch.long)
-        return {"input_ids": self.token, "attention_mask": mask, str(self.name): cache, "use_cache": True}
-
-    def step(self) -> float:
-        """Decode one token and return the seconds that the model took."""
-        arguments = self.arguments
-        seconds = timed(lambda: self._forward(arguments))
-        self.length += 1
-        return seconds
-
-    def _forward(self, arguments: Mapping[str, Any]) -> None:
-        self._output = self.model(**arguments)
-
-
 def timed(action: Callable[[], None]) -> float:
     """Return the seconds that `action` takes."""
     start = time.perf_counter()
@@ -96,14 +64,9 @@ def timed(action: Callable[[], None]) -> float:
 
 def measure(guarded: Decoding, unguarded: Decoding, guard: Guard, steps: int) -> Timings:
     """Decode `steps` tokens with each model in turns, after a few for warming up, and time the check."""
-    pairs = []
-    for number in range(WARM_UP + steps):
-        order = (guarded, unguarded) if number % 2 else (unguarded, guarded)
-        seconds = {decoding is guarded: decoding.step() for decoding in order}
-        pairs.append((seconds[True], seconds[False]))
+    on, off = in_turns((guarded, unguarded), steps, warm_up=WARM_UP)
     arguments = guarded.arguments
     alone = tuple(timed(lambda: check(guard, (), arguments)) for _ in range(REPEATS))
-    on, off = zip(*pairs[WARM_UP:], strict=True)
     return Timings(guarded=on, unguarded=off, check=alone)
 
 

@@ -190,6 +190,7 @@ def _default_output(model: str, schema: str) -> Path:
 def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
     from collapse.canonical import dumps
     from collapse.report.markdown import summary_table
+    from collapse.report.speed import sentence
 
     watch.finish()
     if as_json:
@@ -200,6 +201,8 @@ def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
             typer.echo(f"{item.grade}: {item.pass_name} {item.kind} {item.site}: {item.evidence.claim}")
         for note in result.report.notes:
             typer.echo(note)
+        if result.report.decode_speed:
+            typer.echo(sentence(result.report.decode_speed))
     if result.output and not as_json:
         typer.echo(f"Report: {result.output / 'REPORT.md'}")
 

@@ -35,6 +35,7 @@ from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.specialise import Specialised, has_graph_edits, specialise
 from collapse.rewrite.tensors import output_tensors, token_narrow
 from collapse.rewrite.values import Values, require_values, save_plan
+from collapse.runtime.confirm import asked_speed, confirm
 from collapse.schema import InputSchema, load_schema
 from collapse.sequences import sequences
 from collapse.signing import sign_manifest
@@ -246,6 +247,8 @@ def _apply(
             raise refuted(verdict, target)
         with watch.stage("report"):
             report = _report(context, plan, before, after, verdict, _graph_figures(context, rewritten, special))
+        report = _with_speed(report, context, plan, staging.folder, options, watch)
+        with watch.stage("report"):
             report.save(staging.folder / "report.json")
             (staging.folder / "REPORT.md").write_text(to_markdown(report), encoding="utf-8")
             (staging.folder / "graph.svg").write_bytes(render(report_graph(report)))
@@ -275,6 +278,23 @@ def _report(
         divided=([*whole, text.vocab_size], [*whole, rows]),
     )
     return report.model_copy(update={"graph": graph})
+
+
+def _with_speed(
+    report: Report, context: Context, plan: Plan, folder: Path, options: Options, watch: Stopwatch
+) -> Report:
+    """Return the report with the measured speed of a decode step, where a budget asks for one."""
+    budget = asked_speed(options.budgets)
+    if budget is None:
+        return report
+    sample = next(iter(inside(context.sequences, plan, 1)), [])
+    with watch.stage("measure decode"):
+        found = confirm(context.checkpoint, folder, plan, sample, budget, (report.before, report.after), watch.clock)
+        release_memory()
+    if isinstance(found, str):
+        note = f"The decode budget was not confirmed by measurement: {found}."
+        return report.model_copy(update={"notes": (*report.notes, note)})
+    return report.model_copy(update={"decode_speed": found})
 
 
 def _special(rewritten: Program, plan: Plan) -> Specialised | None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +24,12 @@ FORWARD, GRAPH_FORWARD = "model.forward", "graph.forward"  # the part after the 
 class Stopwatch:
     """Measures the stages of a run, and shows where it stands.
 
-    With the environment variable `COLLAPSE_TIMINGS` set to a file, `finish` writes seconds by stage there.
+    With the environment variable `COLLAPSE_TIMINGS` set to a file, `finish` writes seconds by stage there. All times
+    of a run are read off `clock`, in seconds.
     """
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, quiet: bool = False, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
         console = Console(stderr=True)
         shown = not quiet and sys.stderr.isatty()
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -40,13 +42,13 @@ class Stopwatch:
     def stage(self, name: str) -> Iterator[None]:
         """Time a stage; nested stages are not counted twice in `seconds` of the outer one."""
         inner_before = sum(self.seconds.values())
-        start = time.perf_counter()
+        start = self.clock()
         self._enter(name)
         try:
             yield
         finally:
             inner = sum(self.seconds.values()) - inner_before
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start - inner
+            self.seconds[name] = self.seconds.get(name, 0.0) + self.clock() - start - inner
             self._leave(name)
 
     def _enter(self, name: str) -> None:

@@ -24,7 +24,7 @@ Way = Literal["plain", "transformers", "reference"]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in fp32 on the CPU, in evaluation mode.
+    """A model on the CPU, in evaluation mode.
 
     Attributes:
         model: the model, whose weights are plain numbers.
@@ -65,11 +65,14 @@ def _is_even(checkpoint: Checkpoint, group: Group) -> bool:
     return len(group.companions) == 1 and len(scales) == len(shape) == len(steps) and same
 
 
-def load_plain(checkpoint: Checkpoint) -> LoadedModel:
-    """Load the checkpoint's model; raises what transformers raises where its files do not fit."""
+def load_plain(checkpoint: Checkpoint, dtype: torch.dtype | str = torch.float32) -> LoadedModel:
+    """Load the checkpoint's model; raises what transformers raises where its files do not fit.
+
+    `dtype` is as for `from_pretrained`; "auto" keeps that of the files.
+    """
     config, way = load_config(checkpoint), way_of(checkpoint)
     kind = auto_class(config)
-    options = {"dtype": torch.float32, "output_loading_info": True}
+    options = {"dtype": dtype, "output_loading_info": True}
     if way == "reference":
         kind = kind._model_mapping[type(config)]
         for part in (config, config.get_text_config()):

@@ -12,6 +12,7 @@ from collapse.canonical import dumps
 from collapse.errors import CollapseError
 from collapse.plan import Evidence, Grade, Plan, Record, Replace, Skipped, first_problem
 from collapse.report.folding import fold
+from collapse.report.speed import DecodeSpeed
 from collapse.schema import Workload
 from collapse.verdict import Check, Status, Verdict
 
@@ -117,7 +118,7 @@ class GraphFigures(Record):
 
 
 class Report(Record):
-    """The content of report.json. Times and paths of the machine are not part of it."""
+    """The content of report.json. Paths of the machine are not part of it, nor times but those of `decode_speed`."""
 
     format: Literal["collapse-report/1"] = "collapse-report/1"
     source: Source
@@ -133,6 +134,7 @@ class Report(Record):
     modules: tuple[Module, ...] = ()
     notes: tuple[str, ...] = ()
     graph: GraphFigures | None = None
+    decode_speed: DecodeSpeed | None = Field(default=None, description="where a budget asks for decode speed")
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""

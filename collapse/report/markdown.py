@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from collapse.plan import Skipped
 from collapse.report.data import Applied, GraphFigures, Module, Report
+from collapse.report.speed import sentence
 from collapse.report.text import FIGURES, change, exact, short, table
 
 STATUS_WORDS = {
@@ -24,6 +25,7 @@ def to_markdown(report: Report) -> str:
         _summary(report),
         summary_table(report),
         *_graph(report.graph),
+        sentence(report.decode_speed) if report.decode_speed else "",
         *(f"> {note}" for note in report.notes),
         "## What was collapsed",
         *_rewrites(report.rewrites),
