@@ -32,7 +32,7 @@ MODEL_STAGES = ("forward", "trace")  # the last part of a stage's name when the 
 
 
 class Run(Record):
-    """One export: wall time and stages in seconds, peak resident memory in bytes."""
+    """One run: wall time and stages in seconds, peak resident memory in bytes."""
 
     seconds: float
     stages: dict[str, float]
@@ -55,7 +55,7 @@ class Summary(Record):
 
 
 def run_once(command: Sequence[str], timings: Path) -> Run:
-    """Run one export to its end; raises `CollapseError` when it fails or writes no timings."""
+    """Run one command to its end; raises `CollapseError` when it fails or writes no timings."""
     timings.unlink(missing_ok=True)
     start = time.perf_counter()
     child = subprocess.Popen(command, env={**os.environ, "COLLAPSE_TIMINGS": str(timings)}, stdout=subprocess.DEVNULL)
@@ -66,9 +66,9 @@ def run_once(command: Sequence[str], timings: Path) -> Run:
         child.kill()
     seconds = time.perf_counter() - start
     if status != 0:
-        raise CollapseError(f"the export ended with status {status}", where=command[-1], fix="run it by hand")
+        raise CollapseError(f"the run ended with status {status}", where=command[-1], fix="run it by hand")
     if not timings.is_file():
-        raise CollapseError("the export wrote no timings", where="COLLAPSE_TIMINGS")
+        raise CollapseError("the run wrote no timings", where="COLLAPSE_TIMINGS")
     stages = {str(name): float(value) for name, value in json.loads(timings.read_bytes()).items()}
     return Run(seconds=seconds, stages=stages, peak_bytes=memory.peak)
 

@@ -1,18 +1,17 @@
-"""The peers' benchmark around the methods: text, vocabulary, scores, plots, and the grid as a whole."""
+"""The peers' benchmark around the methods: text, vocabulary, scores, and the grid as a whole."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.peers import main, plot, record, text
+from benchmarks.peers import main, record, text
 from benchmarks.peers.cut import Removal
 from benchmarks.peers.evaluate import Reference, evaluate
 from benchmarks.peers.structure import parameters
@@ -185,35 +184,6 @@ def test_over_a_cut_vocabulary_the_source_is_its_distribution_over_kept_ids() ->
     rows = text.Rows(ids() // 2, 300)
     own = Reference(model("llama"), structure("llama"), rows, kept)
     assert evaluate(own, narrow(own.model, kept)).kl == pytest.approx(0, abs=1e-6)
-
-
-# Plots
-
-
-LINES = {"a <b>": [(2e6, 0.5), (1e6, 5.0)], "c": [(1.5e6, 0.05), (1e6, 0.0), (1e6, math.inf)]}
-
-
-def test_a_plot_is_well_formed_and_has_a_place_for_every_point() -> None:
-    root = ET.fromstring(plot.svg("title", LINES))
-    space = {"s": "http://www.w3.org/2000/svg"}
-    assert len(root.findall("s:circle", space)) == 3 + 2  # points, and one in the legend for each line
-    first = root.findall("s:polyline", space)[0].attrib["points"]
-    (left, high), (right, low) = (map(float, place.split(",")) for place in first.split())
-    assert left == plot.LEFT
-    assert right == plot.WIDTH - plot.RIGHT
-    assert high < low  # more KL is higher up
-    texts = [element.text for element in root.findall("s:text", space)]
-    assert {"title", "a <b>", "c", "0.01", "0.1", "1", "10", "1M", "2M"} <= set(texts)
-
-
-@pytest.mark.parametrize("lines", [{}, {"a": []}, {"a": [(1e6, 0.0)]}, {"a": [(1e6, 1.0)]}])
-def test_plots_of_nothing_and_of_one_point_are_well_formed(lines: dict[str, list[tuple[float, float]]]) -> None:
-    ET.fromstring(plot.svg("", lines))
-
-
-def test_decades_are_equally_far_apart() -> None:
-    scale = plot.Scale(-2, 1, 300, 0)
-    assert [scale(decade) for decade in (-2, -1, 0, 1)] == [300, 200, 100, 0]
 
 
 # The grid

@@ -9,13 +9,14 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from benchmarks.peers.evaluate import Scores
-from benchmarks.peers.plot import svg
+from benchmarks.plot import PARAMETERS, Axis, svg
 from collapse.canonical import dumps
 from collapse.errors import CollapseError
 from collapse.plan import Record, first_problem
 
 CalibratedOn = Literal["generic", "domain"]
 EvaluatedOn = Literal["in-domain", "other domain"]
+KL = Axis("KL, nats a token", log=True)
 SOURCE = "source"  # the method that takes nothing
 
 
@@ -102,4 +103,4 @@ def plots(report: Report) -> Iterator[tuple[str, str]]:
         title = f"{report.settings.model}: calibrated on {said}, evaluated on {text}"
         name = f"{calibrated}-{evaluated.replace(' ', '-')}" + ("-vocabulary" if vocabulary else "")
         if lines:
-            yield name, svg(title + (", vocabulary cut" if vocabulary else ""), lines)
+            yield name, svg(title + (", vocabulary cut" if vocabulary else ""), lines, PARAMETERS, KL)
