@@ -17,7 +17,7 @@ from benchmarks.json import main
 from benchmarks.json.complete import Continuation, Outcome, complete
 from benchmarks.json.grammar import Brackets, Grammar
 from benchmarks.json.prompts import containers, prompts
-from benchmarks.json.record import JsonReport, Paired, paired
+from benchmarks.json.record import JsonReport, Paired, judge, paired
 from benchmarks.peers.text import Source
 from collapse.errors import CollapseError
 from tests.architectures import tiny_model
@@ -257,32 +257,44 @@ def tiny_from(root: Path):
 # The rule
 
 
-def outcome(balanced: bool) -> Outcome:
-    return Outcome(grammar=balanced, matched=balanced, closed=True, parses=balanced, new_tokens=1)
-
-
-def outcomes(pattern: str) -> list[Outcome]:
-    return [outcome(mark == "1") for mark in pattern]
-
-
 @pytest.mark.parametrize(
-    ("source", "model", "p", "verdict"),
+    ("source", "model", "p"),
     [
-        ("1111100000", "0000000000", 1 / 32, "breaks brackets"),
-        ("1111000000", "0000000000", 1 / 16, "no more than the source"),
-        ("1111111110", "0000000001", 11 / 1024, "breaks brackets"),
-        ("0000011111", "1111111111", 1.0, "no more than the source"),
-        ("1010101010", "1010101010", 1.0, "no more than the source"),
+        ("1111100000", "0000000000", 1 / 32),
+        ("1111111110", "0000000001", 11 / 1024),
+        ("0000011111", "1111111111", 1.0),
+        ("1010101010", "1010101010", 1.0),
     ],
 )
-def test_only_prompts_on_which_they_differ_count(source: str, model: str, p: float, verdict: str) -> None:
-    found = paired(outcomes(source), outcomes(model))
-    assert found.p_value == pytest.approx(p)
-    assert (found.verdict, found.alpha) == (verdict, 0.05)
+def test_only_prompts_on_which_they_differ_count(source: str, model: str, p: float) -> None:
+    assert paired(source, model).p_value == pytest.approx(p)
 
 
-def test_a_stricter_test_needs_more() -> None:
-    assert paired(outcomes("11111"), outcomes("00000"), alpha=0.01).verdict == "no more than the source"
+def outcomes(matched: str, closed: str) -> list[Outcome]:
+    """Return outcomes from a 1 or 0 for each prompt."""
+    return [
+        Outcome(grammar=True, matched=one == "1", closed=other == "1", parses=False, new_tokens=1)
+        for one, other in zip(matched, closed, strict=True)
+    ]
+
+
+def test_wrong_closers_break_brackets_although_the_source_never_comes_to_an_end() -> None:
+    found = judge(outcomes("111111", "000000"), outcomes("000000", "000000"))
+    assert (found.matched.p_value, found.balanced.p_value) == (1 / 64, 1.0)
+    assert found.verdict == "breaks brackets"
+
+
+def test_never_coming_to_an_end_breaks_brackets_although_no_closer_is_wrong() -> None:
+    found = judge(outcomes("111111", "111111"), outcomes("111111", "000000"))
+    assert (found.matched.p_value, found.balanced.p_value) == (1.0, 1 / 64)
+    assert found.verdict == "breaks brackets"
+
+
+def test_both_tests_share_alpha() -> None:
+    source, model = outcomes("11111", "11111"), outcomes("00000", "00000")
+    assert judge(source, model).balanced.p_value == 1 / 32
+    assert judge(source, model).verdict == "no more than the source"  # more than 0.05 / 2
+    assert judge(source, model, alpha=1 / 16).verdict == "breaks brackets"
 
 
 def test_models_are_compared_on_the_same_records(model: Path, tmp_path: Path) -> None:
@@ -300,6 +312,7 @@ def test_models_are_compared_on_the_same_records(model: Path, tmp_path: Path) ->
     assert (found.prompts, found.prompts_by_source, source.losses) == (4, {"b": 2, "d": 2}, None)
     for other in others:
         assert (other.balanced, other.shares) == (source.balanced, source.shares)
-        assert other.paired == Paired(lost=0, gained=0, p_value=1.0, alpha=0.05, verdict="no more than the source")
-        assert other.losses is not None
+        assert other.judgement is not None and other.losses is not None
+        assert other.judgement.matched == other.judgement.balanced == Paired(lost=0, gained=0, p_value=1.0)
+        assert other.judgement.verdict == "no more than the source"
         assert (other.losses.kl, other.losses.regret, other.losses.texts) == (0.0, 0.0, 4)

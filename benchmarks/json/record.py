@@ -34,29 +34,42 @@ class Shares(Record):
 
 
 class Paired(Record):
-    """Brackets on the same prompts: `lost` are balanced by the source alone, `gained` by the model alone.
+    """One property on the same prompts: `lost` are those where the source alone has it, `gained` the model alone.
 
     `p_value` is of the exact sign test: the probability of at least as many `lost` among the prompts on which they
-    differ, if either were as likely to fail there. At most `alpha`, the model breaks brackets, whatever its KL.
+    differ, if either were as likely to fail there.
     """
 
     lost: int
     gained: int
     p_value: float
+
+
+class Judgement(Record):
+    """Whether a model breaks brackets more often than its source, whatever its KL.
+
+    It does where one of two tests says so, each at half of `alpha`: closing what is not open (`matched`), and not having
+    closed everything by its own kind in the end (`balanced`). A source that seldom comes to an end says little by the
+    second, and one that never closes a wrong bracket says most by the first.
+    """
+
+    matched: Paired
+    balanced: Paired
     alpha: float
     verdict: Verdict
 
 
 class Entry(Record):
-    """One model. `balanced` has a 1 for each prompt that it balanced, in order; the source has no `paired`."""
+    """One model. `matched` and `balanced` have a 1 for each prompt where it did, in order; the source is not judged."""
 
     name: str
     parameters: int
     bytes: int
     shares: Shares
+    matched: str
     balanced: str
     losses: Totals | None = None
-    paired: Paired | None = None
+    judgement: Judgement | None = None
 
 
 class JsonReport(Record):
@@ -73,16 +86,22 @@ class JsonReport(Record):
     machine: dict[str, str | int]
 
 
-def paired(source: Sequence[Outcome], model: Sequence[Outcome], alpha: float = ALPHA) -> Paired:
+def judge(source: Sequence[Outcome], model: Sequence[Outcome], alpha: float = ALPHA) -> Judgement:
     """Judge a model by the source's outcomes on the same prompts."""
-    pairs = [(one.balanced, other.balanced) for one, other in zip(source, model, strict=True)]
-    lost, gained = pairs.count((True, False)), pairs.count((False, True))
+    found = {name: paired(marks(source, name), marks(model, name)) for name in ("matched", "balanced")}
+    breaks = min(one.p_value for one in found.values()) <= alpha / len(found)
+    return Judgement(**found, alpha=alpha, verdict="breaks brackets" if breaks else "no more than the source")
+
+
+def paired(source: str, model: str) -> Paired:
+    """Compare the marks of a source and a model."""
+    pairs = list(zip(source, model, strict=True))
+    lost, gained = pairs.count(("1", "0")), pairs.count(("0", "1"))
     differing = lost + gained
     p = float(binomtest(lost, differing, 0.5, alternative="greater").pvalue) if differing else 1.0
-    verdict: Verdict = "breaks brackets" if p <= alpha else "no more than the source"
-    return Paired(lost=lost, gained=gained, p_value=p, alpha=alpha, verdict=verdict)
+    return Paired(lost=lost, gained=gained, p_value=p)
 
 
-def marks(outcomes: Sequence[Outcome]) -> str:
-    """Return a digit for each outcome: 1 where brackets are balanced."""
-    return "".join(str(int(one.balanced)) for one in outcomes)
+def marks(outcomes: Sequence[Outcome], name: str) -> str:
+    """Return a digit for each outcome: 1 where it has the property of this name."""
+    return "".join(str(int(getattr(one, name))) for one in outcomes)

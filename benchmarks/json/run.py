@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.finished import Finished, open_all
 from benchmarks.json.complete import Outcome, complete
 from benchmarks.json.prompts import Prompt, prompts
-from benchmarks.json.record import ALPHA, Entry, JsonReport, Shares, marks, paired
+from benchmarks.json.record import ALPHA, Entry, JsonReport, Shares, judge, marks
 from benchmarks.losses import Comparison, Totals, totals
 from benchmarks.machine import machine
 from benchmarks.peers.text import DATA, split_of
@@ -51,27 +51,29 @@ def entries(task: Task, models: Sequence[Finished]) -> tuple[Entry, ...]:
     found = [_entry(source, before)]
     for model in others:
         after = task.outcomes(model)
-        judged = {"losses": task.losses(source, model), "paired": paired(before, after, task.alpha)}
+        judged = {"losses": task.losses(source, model), "judgement": judge(before, after, task.alpha)}
         found.append(_entry(model, after).model_copy(update=judged))
     return tuple(found)
 
 
 def _entry(model: Finished, outcomes: Sequence[Outcome]) -> Entry:
+    seen = {what: marks(outcomes, what) for what in ("matched", "balanced")}
     sizes = {"parameters": model.figures.params, "bytes": model.figures.bytes}
-    return Entry(name=model.name, **sizes, shares=Shares.of(outcomes), balanced=marks(outcomes))
+    return Entry(name=model.name, **sizes, shares=Shares.of(outcomes), **seen)
 
 
 def show(entry: Entry) -> str:
     """Return one line about a model."""
     shares = entry.shares
     line = (
-        f"{entry.name:<20}{entry.parameters / 1e6:9.2f}M  grammar {shares.grammar:6.1%}  balanced "
-        f"{shares.balanced:6.1%}  closed {shares.closed:6.1%}  parses {shares.parses:6.1%}"
+        f"{entry.name:<20}{entry.parameters / 1e6:9.2f}M  grammar {shares.grammar:6.1%}  matched "
+        f"{shares.matched:6.1%}  balanced {shares.balanced:6.1%}  parses {shares.parses:6.1%}"
     )
-    if entry.losses is None or entry.paired is None:
+    if entry.losses is None or entry.judgement is None:
         return line
-    rule = f"lost {entry.paired.lost}, gained {entry.paired.gained}, p {entry.paired.p_value:.3g}"
-    return f"{line}  KL {entry.losses.kl:.4f}  {entry.paired.verdict} ({rule})"
+    tests = (("matched", entry.judgement.matched), ("balanced", entry.judgement.balanced))
+    rule = "; ".join(f"{name}: lost {one.lost}, gained {one.gained}, p {one.p_value:.3g}" for name, one in tests)
+    return f"{line}  KL {entry.losses.kl:.4f}  {entry.judgement.verdict} ({rule})"
 
 
 def main(arguments: Sequence[str]) -> int:
