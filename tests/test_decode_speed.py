@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate, count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from collapse.budget import parse_budgets
 from collapse.errors import UnsupportedError
 from collapse.manifest import load_manifest
 from collapse.progress import Stopwatch
-from collapse.report.data import Report
+from collapse.report.data import Figures, Report
 from collapse.report.speed import DecodeSpeed, decode_speed, sentence
 from collapse.runtime import confirm as confirming
 from collapse.runtime.decoding import FEWEST, Clock, Decoding, in_turns
@@ -177,3 +178,16 @@ def test_what_cannot_be_measured_is_a_note(source: Path, tmp_path: Path) -> None
     report = export(source, tmp_path / "out", short, options).report
     assert report.decode_speed is None
     assert report.notes[-1].startswith("The decode budget was not confirmed by measurement: there is no room for 8")
+
+
+def test_quantised_weights_are_not_timed() -> None:
+    quantised = SimpleNamespace(quantisation=object())
+    budget = parse_budgets("decode=-5%")[0]
+    found = confirming.confirm(quantised, Path("out"), None, [1], budget, (Figures(), Figures()), constant(1.0))
+    assert isinstance(found, str) and found.startswith("the weights are quantised")
+
+
+def test_a_budget_of_decode_speed_is_found_among_others() -> None:
+    budgets = parse_budgets("kl<=0.02,decode=-30%,params=-10%")
+    assert str(confirming.asked_speed(budgets)) == "decode=-30%"
+    assert confirming.asked_speed(budgets[:1]) is None
