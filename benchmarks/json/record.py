@@ -49,8 +49,8 @@ class Judgement(Record):
     """Whether a model breaks brackets more often than its source, whatever its KL.
 
     It does where one of two tests says so, each at half of `alpha`: closing what is not open (`matched`), and not
-    having closed everything by its own kind in the end (`balanced`). A source that seldom comes to an end says little by the
-    second, and one that never closes a wrong bracket says most by the first.
+    having closed everything by its own kind in the end (`balanced`). A source that seldom comes to an end says little
+    by the second, and one that never closes a wrong bracket says most by the first.
     """
 
     matched: Paired
