@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,12 +38,16 @@ ACROSS = {"layers": Axis("layers", zero=True), "tokens": Axis("corpus tokens", u
 
 
 class Point(Record):
-    """One search. `search_seconds` are those of passes and the model's forwards, `seconds` of all, imports too."""
+    """One search. `search_seconds` are those of passes and the model's forwards, `seconds` of all, imports too.
+
+    `cpu_seconds` are of all, on all cores together: they tell how busy the machine was otherwise.
+    """
 
     layers: int
     tokens: int
     parameters: int
     seconds: float
+    cpu_seconds: float
     search_seconds: float
     stages: dict[str, float]
     peak_bytes: int
@@ -52,6 +57,7 @@ class Growth(Record):
     """The power of layers or tokens with which a figure grows, by least squares of the logarithms."""
 
     search_seconds: float
+    cpu_seconds: float
     peak_bytes: float
 
 
@@ -139,6 +145,12 @@ def corpus_of(text: str, tokenizer: Tokenizer, tokens: int) -> str:
     return text
 
 
+def children_cpu() -> float:
+    """Return the CPU seconds of all processes that this one has waited for, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def measure(options: argparse.Namespace, text: str) -> Iterator[Point]:
     """Yield the points one by one."""
     tokenizer = train(text)
@@ -150,9 +162,11 @@ def measure(options: argparse.Namespace, text: str) -> Iterator[Point]:
             passes = [part for one in options.passes for part in ("--pass", one)]
             command = [sys.executable, "-P", "-m", "collapse", "plan", str(model), "--schema", "log", "--quiet"]
             command += ["--corpus", str(corpus), "--budget", options.budget, *passes]
+            before = children_cpu()
             run = run_once(command, Path(name, "timings.json"))
             yield Point(
                 layers=layers, tokens=tokens, parameters=parameters, seconds=run.seconds, stages=run.stages,
+                cpu_seconds=children_cpu() - before,
                 search_seconds=search_seconds(run.stages), peak_bytes=run.peak_bytes,
             )  # fmt: skip
 

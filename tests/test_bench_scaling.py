@@ -15,8 +15,9 @@ from tests.small_tokenizers import CORPUS
 
 def point(layers: int, tokens: int, seconds: float = 1.0, peak: int = 100) -> Point:
     return Point(
-        layers=layers, tokens=tokens, parameters=1, seconds=9.0, search_seconds=seconds, stages={}, peak_bytes=peak
-    )
+        layers=layers, tokens=tokens, parameters=1, seconds=9.0, cpu_seconds=2 * seconds, search_seconds=seconds,
+        stages={}, peak_bytes=peak,
+    )  # fmt: skip
 
 
 def text(lines: int = 1500) -> str:
@@ -39,7 +40,7 @@ def test_growth_is_the_power_of_a_power_law() -> None:
     points = [point(layers, 1, 3.0 * layers**2, 5000 * layers) for layers in (2, 4, 8)]
     found = growth(points, "layers")
     assert found is not None
-    assert (found.search_seconds, found.peak_bytes) == pytest.approx((2.0, 1.0))
+    assert (found.search_seconds, found.cpu_seconds, found.peak_bytes) == pytest.approx((2.0, 2.0, 1.0))
     assert growth(points[:1], "layers") is None
     assert growth(points, "tokens") is None
 
@@ -79,6 +80,7 @@ def test_a_search_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
     (only,) = found.points
     assert (only.layers, only.tokens, found.by_layers, found.by_tokens) == (2, 8000, None, None)
     assert only.stages["pass layers"] > 0 and 0 < only.search_seconds < only.seconds
+    assert only.cpu_seconds > 1  # the imports alone
     assert only.peak_bytes > 4 * only.parameters
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == [
         f"scaling-{what}-{by}.svg" for what in ("memory", "time") for by in ("layers", "tokens")
