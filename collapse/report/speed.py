@@ -49,9 +49,10 @@ def decode_speed(
 def sentence(speed: DecodeSpeed) -> str:
     """Return the finding as a sentence."""
     low, high = speed.quartiles
+    threads = "1 thread" if speed.threads == 1 else f"{speed.threads} threads"
     how = f"median of {speed.steps} steps in turns, quartiles {low:.1%} and {high:.1%}, {speed.dtype}"
     return (
         f"Decode budget {speed.confirmation}: a token takes {speed.measured:.1%} of the source's time as measured "
-        f"({how}, {speed.threads} threads, after {speed.prompt} tokens), {speed.predicted:.1%} as predicted from "
+        f"({how}, {threads}, after {speed.prompt} tokens), {speed.predicted:.1%} as predicted from "
         f"weight bytes; asked for was at most {speed.limit:.1%}."
     )
