@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from collapse.runtime.graph import load_graph
     from collapse.runtime.load import load
     from collapse.schema import InputSchema
+    from collapse.survey import influence
 
 __version__ = "0.1.0"
-__all__ = ["InputSchema", "Options", "Result", "export", "load", "load_graph", "make_plan"]
+__all__ = ["InputSchema", "Options", "Result", "export", "influence", "load", "load_graph", "make_plan"]
 
 _HOMES = {
     "InputSchema": "collapse.schema",
     "Options": "collapse.options",
     "Result": "collapse.pipeline",
     "export": "collapse.pipeline",
+    "influence": "collapse.survey",
     "load": "collapse.runtime.load",
     "load_graph": "collapse.runtime.graph",
     "make_plan": "collapse.pipeline",

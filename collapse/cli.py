@@ -12,6 +12,7 @@ import typer
 from collapse.cli_args import CorpusCommand
 from collapse.cli_audit import audit
 from collapse.cli_check import add_commands
+from collapse.cli_influence import influence
 from collapse.cli_inspect import flops, graph, report, trace
 from collapse.cli_schema import schema_app
 from collapse.errors import CollapseError, OutputError
@@ -136,6 +137,11 @@ app.command(
     context_settings=HELP,
     epilog="Example: collapse audit out/ --source model/ --verify-key key.pub.pem --sarif audit.sarif",
 )(audit)
+app.command(
+    cls=CorpusCommand,
+    context_settings=HELP,
+    epilog="Example: collapse influence MODEL --schema log --corpus logs/*.log --sites sublayers --exact all",
+)(influence)
 for command in (report, graph, flops, trace):
     app.command(context_settings=HELP)(command)
 app.add_typer(schema_app, name="schema")

@@ -11,9 +11,10 @@ from collapse.analysis.config_values import with_values
 from collapse.analysis.flops import Cost, cost
 from collapse.analysis.ties import config_as_loaded
 from collapse.analysis.token_use import Samples
+from collapse.analysis.traffic import element_bytes
 from collapse.auto import config_from
 from collapse.canonical import dumps
-from collapse.checkpoint import DTYPE_BITS, Checkpoint
+from collapse.checkpoint import Checkpoint
 from collapse.corpus import Split, builtin_corpus, read_corpus, split
 from collapse.erase import write_checkpoint
 from collapse.errors import CollapseError, OutputError, PlanError, RefutedError, UnsupportedError
@@ -376,19 +377,3 @@ def _costs(context: Context, rewritten: Program, plan: Plan, watch: Stopwatch) -
     config = config_from(edited)
     with watch.stage("trace"):
         return before, cost_of_config(config, prompt=prompt, element_bytes=sizes).cost
-
-
-def element_bytes(checkpoint: Checkpoint, program: Program) -> dict[str, float]:
-    """Return the bytes of an element of every tensor of the model, tied names included, as the files have it.
-
-    A quantised weight has the bytes of all its tensors.
-    """
-    sizes: dict[str, float] = {}
-    for name, info in checkpoint.tensors.items():
-        model_name = program.model_name(name)
-        if model_name is not None:
-            group = checkpoint.group(name)
-            size = DTYPE_BITS[info.dtype] / 8 if group is None else group.nbytes / group.numel
-            sizes.update((alias, size) for alias in program.aliases(model_name))
-    usual = max(sizes.values(), default=4.0)
-    return {name: sizes.get(name, usual) for name in program.shapes}

@@ -13,6 +13,7 @@ from collapse.analysis.channels import channels_of, narrow_channels
 from collapse.analysis.experts import Experts, drop_experts, experts_of
 from collapse.analysis.flops import cost
 from collapse.analysis.layers import Layers, drop_layers, layer_lists
+from collapse.analysis.traffic import element_bytes
 from collapse.analysis.units import Channels
 from collapse.checkpoint import Checkpoint
 from collapse.dequantise import plain_tensors
@@ -21,7 +22,7 @@ from collapse.options import Options
 from collapse.passes.text_only import TextOnly
 from collapse.passes.unread_weights import UnreadWeights
 from collapse.passes.vocabulary import Vocabulary
-from collapse.pipeline import element_bytes, export
+from collapse.pipeline import export
 from collapse.plan import DropLayers, IndexSet, Plan, Reroot, Skipped
 from collapse.probe import probe
 from collapse.rewrite.quantised import refusal

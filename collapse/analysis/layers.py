@@ -43,7 +43,7 @@ class Layers:
 
 def layer_lists(program: Program, checkpoint: Checkpoint, config: PreTrainedConfig) -> tuple[Layers | Skipped, ...]:
     """Return every outermost list of blocks of the traced model, or why it cannot lose blocks."""
-    return tuple(_described(site, size, checkpoint, program, config) for site, size in _block_lists(program))
+    return tuple(_described(site, size, checkpoint, program, config) for site, size in block_lists(program))
 
 
 def drop_layers(
@@ -67,7 +67,7 @@ def drop_layers(
     )  # fmt: skip
 
 
-def _block_lists(program: Program) -> Iterator[tuple[str, int]]:
+def block_lists(program: Program) -> Iterator[tuple[str, int]]:
     """Yield (path, number of blocks) of the outermost module lists whose blocks the graph runs."""
     ran = {
         str(path) for node in program.graph.graph.nodes for path, _ in (node.meta.get("nn_module_stack") or {}).values()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from torch import fx
 
 from collapse.analysis.flop_rules import op_name
+from collapse.checkpoint import DTYPE_BITS, Checkpoint
 from collapse.program import Program
 
 ShapeOfNode = Callable[[fx.Node], tuple[int, ...]]
@@ -39,6 +40,22 @@ def _element(program: Program, element_bytes: ElementBytes, name: str) -> float:
         return element_bytes
     known = (element_bytes[alias] for alias in program.aliases(name) if alias in element_bytes)
     return next(known, max(element_bytes.values()))
+
+
+def element_bytes(checkpoint: Checkpoint, program: Program) -> dict[str, float]:
+    """Return the bytes of an element of every tensor of the model, tied names included, as the files have it.
+
+    A quantised weight has the bytes of all its tensors.
+    """
+    sizes: dict[str, float] = {}
+    for name, info in checkpoint.tensors.items():
+        model_name = program.model_name(name)
+        if model_name is not None:
+            group = checkpoint.group(name)
+            size = DTYPE_BITS[info.dtype] / 8 if group is None else group.nbytes / group.numel
+            sizes.update((alias, size) for alias in program.aliases(model_name))
+    usual = max(sizes.values(), default=4.0)
+    return {name: sizes.get(name, usual) for name in program.shapes}
 
 
 def parameter_counts(program: Program) -> dict[str, int]:
