@@ -46,11 +46,17 @@ def influence(
     from collapse.survey import influence as run
 
     kinds, stand_ins = check_settings(sites.split(",") if sites else KINDS, by.split(","))
-    settings = Settings(kinds, _count(exact), stand_ins, ranges)
-    options = make_options(corpus=tuple(corpus or ()), text_field=field, seed=seed)
     watch = Stopwatch(quiet)
-    more = {"settings": settings, "tokens": tokens, "generic": generic, "cache": cache, "watch": watch}
-    found = run(model, schema, options, **more)
+    found = run(
+        model,
+        schema,
+        make_options(corpus=tuple(corpus or ()), text_field=field, seed=seed),
+        settings=Settings(kinds, _count(exact), stand_ins, ranges),
+        tokens=tokens,
+        generic=generic,
+        cache=cache,
+        watch=watch,
+    )
     watch.finish()
     if as_json:
         typer.echo(dumps(influence_data(found)), nl=False)
@@ -111,8 +117,8 @@ def _show(found: Influence) -> None:
         typer.echo(
             f"not shown: {hidden} measured, {len(rest)} estimated only; --exact all measures all, --json has all"
         )
-    for one in found.skipped:
-        typer.echo(f"left alone: {one.site}: {one.reason}")
+    for left in found.skipped:
+        typer.echo(f"left alone: {left.site}: {left.reason}")
 
 
 def _price(one: SiteInfluence) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,11 +169,12 @@ class _Meter:
         else:
             self._power += self._given(value.flatten(0, -2))
         if tensor.requires_grad:
-            tensor.register_hook(lambda gradient: self._add((gradient * value).flatten(0, -2), units))
+            # the hook holds a detached value: with `tensor` itself it would keep all of the graph alive
+            tensor.register_hook(partial(self._add, value, units))  # type: ignore[no-untyped-call]
 
-    def _add(self, product: Tensor, units: Tensor | None) -> None:
-        """Take in gradient times activation, [tokens, features], or of experts [tokens, chosen] with their numbers."""
-        size = self._group.size
+    def _add(self, value: Tensor, units: Tensor | None, gradient: Tensor) -> None:
+        """Take in an activation and its gradient, [..., features]; of experts [tokens, chosen], with their numbers."""
+        size, product = self._group.size, (gradient * value).flatten(0, -2)
         if units is not None:
             product = torch.zeros(len(product), size).scatter_add_(1, units.flatten(0, -2), product.float())
         elif self._group.read is None:

@@ -24,7 +24,7 @@ from collapse.plan import Record, first_problem
 from collapse.untrusted import read_json
 
 LARGEST = 1 << 28  # bytes of a file that is read
-FORMAT = "collapse-influence/1"
+FORMAT: Literal["collapse-influence/1"] = "collapse-influence/1"
 
 
 class Content(Record):
