@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import filelock
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 import collapse
@@ -20,7 +22,7 @@ from collapse.analysis.block_runs import BlockRuns
 from collapse.analysis.influence_store import opened
 from collapse.analysis.site_influence import Influence, Settings
 from collapse.canonical import digest, dumps
-from collapse.errors import CollapseError, OutputError
+from collapse.errors import CollapseError, OutputError, UnsupportedError
 from collapse.options import Options
 from collapse.program import Program
 from collapse.survey import influence
@@ -242,6 +244,17 @@ def test_a_folder_that_cannot_be_made_is_one_line(model: Path, tmp_path: Path) -
         run(model, tmp_path / "file" / "cache")
     with filelock.FileLock(tmp_path / "other.lock"):  # another's lock is no hindrance
         run(model, tmp_path, settings=Settings(("layers",), exact=0))
+
+
+def test_a_model_whose_logits_are_not_finite_is_refused(model: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][0, 0] = float("inf")
+    root = tmp_path / "model"
+    shutil.copytree(model, root)
+    save_file(weights, root / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match="logits are not all finite"):
+        run(root, tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*.json"))
 
 
 # The command line.

@@ -94,7 +94,8 @@ def compared(reference: Reference, logits: Tensor) -> Sums:
     kl, nll, flips, confident, both = [], [], 0, 0, 0
     for source, other, wanted in zip(*pieces, strict=True):
         found = other.float().log_softmax(-1)
-        kl.append(torch.sum(source.exp() * (source - found), -1).clamp(min=0))
+        terms = torch.where(source == -math.inf, 0.0, source.exp() * (source - found))
+        kl.append(terms.sum(-1).clamp(min=0))  # rounding can leave -1e-9
         rows = torch.arange(len(wanted))[wanted >= 0]
         nll.append(source[rows, wanted[rows]] - found[rows, wanted[rows]])
         top, at = source.max(-1)

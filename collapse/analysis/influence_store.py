@@ -19,7 +19,7 @@ from collapse.analysis.exact_cost import Sums
 from collapse.analysis.first_order import Estimate
 from collapse.canonical import digest, dumps
 from collapse.disk import write_all
-from collapse.errors import CollapseError, OutputError
+from collapse.errors import CollapseError, OutputError, UnsupportedError
 from collapse.plan import Record, first_problem
 from collapse.untrusted import read_json
 
@@ -79,7 +79,10 @@ def opened(folder: Path, made_for: Mapping[str, Any]) -> Iterator[Store]:
 
 def _write(path: Path, content: Content) -> None:
     body = content.model_dump(mode="json")
-    data = dumps(body | {"checksum": digest(body)}).encode()
+    try:
+        data = dumps(body | {"checksum": digest(body)}).encode()
+    except ValueError:
+        raise UnsupportedError("the model's logits are not all finite, so nothing can be measured") from None
     part = path.with_suffix(".part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
