@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from collapse.sources import cache_directory
 
 WINDOW = 128  # tokens, as the layers pass has it
 TOKENS = 4096
+MEASUREMENT = 1  # raised whenever the same settings would give other figures
 USUAL = Settings()
 
 
@@ -63,7 +64,7 @@ def influence(
         windows = _windows(context, tokens, options.seed)
         batches = batches_of(windows, context.config.get_text_config().vocab_size)
         places = places_of(context.program, context.checkpoint, context.schema.workload.prompt)
-        with _store(context, windows, settings, cache) as store:
+        with _store(context, batches, settings, cache) as store:
             return influence_of(lambda: context.loaded[0], places, batches, settings, store, watch.advance)
 
 
@@ -90,12 +91,13 @@ def _windows(context: Context, tokens: int, seed: int) -> Tensor:
 
 
 @contextmanager
-def _store(context: Context, windows: Tensor, settings: Settings, cache: Path | None) -> Iterator[Store]:
+def _store(context: Context, batches: Sequence[Tensor], settings: Settings, cache: Path | None) -> Iterator[Store]:
     """Open the figures of just this model, text and way of measuring."""
     made_for: dict[str, Any] = {
+        "measurement": MEASUREMENT,
         "source": context.checkpoint.digest,
         "schema": context.schema.digest,
-        "calibration": digest(windows.tolist()),
+        "calibration": digest([ids.tolist() for ids in batches]),
         "ranges": settings.ranges,
         "seed": settings.seed,
         "created_by": versions(),
