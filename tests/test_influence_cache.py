@@ -187,6 +187,7 @@ def damage(change: Callable[[dict], object], *, sign: bool = True) -> Callable[[
     return changed
 
 
+SUMS = {"positions": 1, "targets": 1, "confident": 0, "kl": 0.0, "nll": 0.0, "flips": 0, "confident_flips": 0}
 DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "cut short": (lambda raw: raw[: len(raw) // 2], "not valid JSON"),
     "empty": (lambda raw: b"", "not valid JSON"),
@@ -199,6 +200,13 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         "its checksum is wrong",
     ),
     "another run's": (damage(lambda body: body["made_for"].update(seed=5)), "it was made for something else"),
+    "a site less": (damage(lambda body: body["estimates"].pop("model.layers.0")), "it is about other sites"),
+    "a batch more": (
+        damage(lambda body: body["sums"]["zero"].update({"model.layers.0": {"9": SUMS}})), "it is about other sites",
+    ),
+    "other neurons": (
+        damage(lambda body: body["orders"]["neurons model.layers.0.mlp"].append(99)), "it ranks other neurons",
+    ),
     "a missing field": (
         damage(lambda body: body["estimates"]["model.layers.0"].pop("fisher")),
         "estimates.model.layers.0.fisher",

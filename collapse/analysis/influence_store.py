@@ -52,6 +52,10 @@ class Store:
         """Return the losses of a site by batch, to be added to."""
         return self.content.sums.setdefault(by, {}).setdefault(site, {})
 
+    def refused(self, reason: str) -> CollapseError:
+        """Return the error that says why what was kept cannot be used."""
+        return _refused(self._path or Path("memory"), reason)
+
     def save(self) -> None:
         """Write the file; a crash leaves the old one or the new one."""
         if self._path is not None:

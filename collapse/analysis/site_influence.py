@@ -90,9 +90,7 @@ def influence_of(
     content, tokens = store.content, sum(ids.numel() for ids in batches)
     if not content.estimates:
         _estimate(load_model(), places, batches, settings, store, progress)
-    sites = [
-        site for group in places.groups for site in sites_of(group, content.orders.get(group.key, ()), settings.ranges)
-    ]
+    sites = _checked_sites(places, settings, store, len(batches))
     shown = [site for site in sites if site.group.kind in settings.kinds]
     wanted = [(site, by) for site in _contenders(shown, content.estimates, settings.exact) for by in settings.by]
     tasks = [(site, by) for site, by in wanted if by == "zero" or site.group.kind in HAVE_MEANS]
@@ -104,6 +102,21 @@ def influence_of(
         losses.setdefault(site.name, {})[by] = Loss.of(found[number] for number in range(len(batches)))
     facts = (SiteInfluence(site, content.estimates[site.name], losses.get(site.name, {})) for site in shown)
     return Influence(tuple(facts), tokens, tuple(one for one in places.skipped if one.pass_name in settings.kinds))
+
+
+def _checked_sites(places: Places, settings: Settings, store: Store, batches: int) -> list[Site]:
+    """Return all sites; refuses a store that is not about just these and the batches."""
+    content, names = store.content, {group.key: group.size for group in places.groups if group.kind == "neurons"}
+    if {key: sorted(order) for key, order in content.orders.items()} != {k: [*range(n)] for k, n in names.items()}:
+        raise store.refused("it ranks other neurons")
+    sites = [
+        site for group in places.groups for site in sites_of(group, content.orders.get(group.key, ()), settings.ranges)
+    ]
+    known = {site.name for site in sites}
+    measured = [(site, number) for found in content.sums.values() for site, sums in found.items() for number in sums]
+    if content.estimates.keys() != known or any(s not in known or not 0 <= n < batches for s, n in measured):
+        raise store.refused("it is about other sites")
+    return sites
 
 
 def _contenders(sites: Sequence[Site], estimates: Mapping[str, Estimate], count: int | None) -> list[Site]:
