@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from collapse.analysis.observed import observe
 from collapse.analysis.sites import Group, Site
 from collapse.analysis.stand_in import uncompiled
+from collapse.errors import UnsupportedError
 
 Progress = Callable[[int, int], None]
 
@@ -74,7 +75,10 @@ class Sweep:
 def sweep(
     model: nn.Module, groups: Sequence[Group], batches: Sequence[Tensor], seed: int, progress: Progress
 ) -> dict[str, Sweep]:
-    """Run the batches, [windows, tokens] each, forwards and backwards; return what was gathered, by the group's key."""
+    """Run the batches, [windows, tokens] each, forwards and backwards; return what was gathered, by the group's key.
+
+    Raises `UnsupportedError` where the model's logits are not finite.
+    """
     generator = torch.Generator().manual_seed(seed)
     streams = {group.block: _Stream() for group in groups}
     meters = {group.key: _Meter(model, group, streams[group.block]) for group in groups}
@@ -102,6 +106,8 @@ def _backward(model: nn.Module, ids: Tensor, generator: torch.Generator) -> None
         logits = model(input_ids=ids, use_cache=False).logits
     gradient = logits.detach().float().softmax(-1)
     rows = gradient.flatten(0, -2)
+    if not bool(rows.isfinite().all()):
+        raise UnsupportedError("the model's logits are not all finite, so nothing can be measured")
     labels = torch.multinomial(rows, 1, generator=generator)
     rows.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=rows.dtype))
     logits.backward(gradient=gradient.to(logits.dtype))

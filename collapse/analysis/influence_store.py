@@ -86,7 +86,7 @@ def _write(path: Path, content: Content) -> None:
     try:
         data = dumps(body | {"checksum": digest(body)}).encode()
     except ValueError:
-        raise UnsupportedError("the model's logits are not all finite, so nothing can be measured") from None
+        raise UnsupportedError("without some site the model's logits are not all finite") from None
     part = path.with_suffix(".part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_NOFOLLOW", 0), 0o666)
     try:
