@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from collapse.analysis.flops import cost
 from collapse.analysis.ties import config_as_loaded
+from collapse.analysis.traffic import element_bytes
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CheckpointError, CollapseError
 from collapse.manifest import MANIFEST, Manifest, load_manifest
-from collapse.pipeline import element_bytes
 from collapse.report.data import Figures, Report
 from collapse.rewrite.tensors import token_narrow
 from collapse.runtime.load import load
