@@ -17,6 +17,7 @@ from collapse.checkpoint import DTYPE_BITS, Checkpoint
 from collapse.corpus import Split, builtin_corpus, read_corpus, split
 from collapse.erase import write_checkpoint
 from collapse.errors import CollapseError, OutputError, PlanError, RefutedError, UnsupportedError
+from collapse.free_layout import is_free_config
 from collapse.manifest import versions, write_manifest
 from collapse.memory import release_memory
 from collapse.options import DEFAULTS, Options, chosen_passes
@@ -31,6 +32,7 @@ from collapse.report.markdown import to_markdown
 from collapse.report.render import render
 from collapse.rewrite.computed import Computed
 from collapse.rewrite.config import config_edits
+from collapse.rewrite.free import added_names, added_tensors
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.specialise import Specialised, has_graph_edits, specialise
 from collapse.rewrite.tensors import output_tensors, token_narrow
@@ -119,6 +121,9 @@ def export(
 def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Options, watch: Stopwatch) -> Context:
     """Open the model, read the corpus, trace: everything that passes look at."""
     checkpoint = model if isinstance(model, Checkpoint) else _open(model, watch)
+    if is_free_config(checkpoint.config):
+        reason = "is in the free layout already, which is not collapsed again"
+        raise UnsupportedError(reason, where=checkpoint.label, fix="collapse its source anew")
     config = config_as_loaded(checkpoint)
     with watch.stage("read corpus"):
         parts = _split(schema, options)
@@ -142,6 +147,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         threshold=options.threshold,
         stage=options.stage,
         placeholder=options.placeholder,
+        layout=options.layout,
         budgets=options.budgets,
         progress=watch.advance,
     )
@@ -173,6 +179,7 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch, computed:
         input_schema=context.schema.to_json(),
         schema_digest=context.schema.digest,
         stage=context.stage,
+        layout=context.layout,
         rewrites=tuple(rewrites),
         skipped=tuple(one for one in skipped if one.site not in gone),  # what another pass takes is no near miss
         created_by=versions(),
@@ -346,7 +353,7 @@ def _costs(context: Context, rewritten: Program, plan: Plan, watch: Stopwatch) -
     The result is counted on the rewritten graph; where the config says that a module is absent, on a trace of that
     config: the architecture may then leave out more than the module, such as what it kept in the cache for it.
     """
-    sizes = element_bytes(context.checkpoint, context.program)
+    sizes = element_bytes(context.checkpoint, context.program) | added_bytes(plan)
     prompt = context.schema.workload.prompt
     with watch.stage("count FLOPs"):
         before = cost(context.program, prompt=prompt, element_bytes=sizes)
@@ -356,6 +363,12 @@ def _costs(context: Context, rewritten: Program, plan: Plan, watch: Stopwatch) -
     config = config_from(edited)
     with watch.stage("trace"):
         return before, cost_of_config(config, prompt=prompt, element_bytes=sizes).cost
+
+
+def added_bytes(plan: Plan) -> dict[str, float]:
+    """Return the bytes of an element of every tensor that the plan adds, by its name in the rewritten graph."""
+    names, tensors = added_names(plan), added_tensors(plan)
+    return {names[name]: DTYPE_BITS[tensor.dtype] / 8 for name, tensor in tensors.items()}
 
 
 def element_bytes(checkpoint: Checkpoint, program: Program) -> dict[str, float]:

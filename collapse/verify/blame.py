@@ -19,7 +19,7 @@ from collapse.checkpoint import Checkpoint
 from collapse.erase import CONFIG, side_files
 from collapse.errors import CollapseError
 from collapse.naming import Naming, naming_of
-from collapse.plan import Narrow, Plan, Replace, Rewrite
+from collapse.plan import AddBias, Narrow, Plan, Replace, Rewrite, StandIn
 from collapse.program import Program
 from collapse.rewrite.channels import is_channels
 from collapse.rewrite.config import config_edits
@@ -54,7 +54,7 @@ def blame(
         weights: what it reads, by state-dict name, in fp32.
     """
     values = values_of(output, read_tensors(output)[0].values(), plan)
-    exact = plan if says_of_source(plan) and not plan.of_kind(Replace) else exact_part(plan)
+    exact = plan if says_of_source(plan) and not plan_digests(plan) else exact_part(plan)
     for found in (
         _other_values(plan, values),
         _alone(exact, ids, program, weights),
@@ -79,7 +79,8 @@ def _other_values(plan: Plan, values: Values) -> Iterator[Blamed]:
 
 def _too_far(plan: Plan) -> Iterator[Blamed]:
     """Yield the computed weights whose evidence bounds the distance to the source, where nothing else is wrong."""
-    for rewrite in plan.of_kind(Replace) if says_of_source(plan) else ():
+    computed = [one for one in plan.rewrites if isinstance(one, Replace | StandIn | AddBias)]
+    for rewrite in computed if says_of_source(plan) else ():
         yield _blamed(rewrite, "the output is farther from the source than the evidence allows")
 
 
