@@ -23,7 +23,7 @@ from collapse.memory import release_memory
 from collapse.options import DEFAULTS, Options, chosen_passes
 from collapse.passes import Context, Pass
 from collapse.passes.constant_fold import count_nodes
-from collapse.plan import Plan, Replace, Rewrite, ShortCircuit, Skipped
+from collapse.plan import Narrow, Plan, Replace, Rewrite, ShortCircuit, Skipped
 from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.report.data import GraphFigures, Report, build_report
@@ -50,6 +50,7 @@ from collapse.verify.computed import exact_graph
 from collapse.verify.dynamic import Rewritten
 from collapse.verify.samples import SAMPLES, inside
 
+HEADS = ("num_attention_heads", "num_key_value_heads")
 LOGIT_BYTES = 24 << 20  # of fp32 logits kept of each model for comparison; more would set the peak of memory
 
 
@@ -267,10 +268,12 @@ def _report(
     context: Context, plan: Plan, before: Cost, after: Cost, verdict: Verdict | None, graph: GraphFigures | None
 ) -> Report:
     text = context.config.get_text_config()
-    heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    heads = [getattr(text, name, None) for name in HEADS]
     narrow = token_narrow(plan)
     rows = len(narrow.kept) if narrow else text.vocab_size
     whole = [head for head in heads if isinstance(head, int)]
+    local = [fields.local.get(name) for fields in plan.of_kind(Narrow) for name in HEADS]
+    fewer = [head for head in local if isinstance(head, int)]
     report = build_report(
         plan,
         before,
@@ -279,7 +282,7 @@ def _report(
         name=context.checkpoint.label,
         program=context.program,
         workload=context.schema.workload,
-        divided=([*whole, text.vocab_size], [*whole, rows]),
+        divided=([*whole, text.vocab_size], [*whole, *fewer, rows]),
     )
     return report.model_copy(update={"graph": graph})
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import Cache, DummyLayer
 
 from collapse.errors import CheckpointError, UnsupportedError
 from collapse.free_layout import BASE, MODEL_TYPE, SITES, nested
@@ -20,6 +21,7 @@ from collapse.models.rebuild import rebuild
 
 FIELD = "collapse_sites"  # of a config in memory, which is otherwise that of the architecture
 NO_KEYS = "collapse_no_keys"  # in memory only: the numbers of the blocks that keep no keys
+CACHES = ("cache", "past_key_values")  # what transformers calls the argument, and called it
 
 
 class FreeConfig(PreTrainedConfig):  # type: ignore[misc]
@@ -73,6 +75,8 @@ class FreeModelMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         base = next(kind for kind in type(self).__mro__ if not issubclass(kind, FreeModelMixin))
         setattr(config, NO_KEYS, rebuild(self, config, getattr(config, FIELD), base))
+        if 0 in vars(config)[NO_KEYS]:
+            self.base_model.register_forward_pre_hook(_with_first_layers, with_kwargs=True)  # type: ignore[attr-defined]
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -96,6 +100,18 @@ class FreeModelMixin:
             own = getattr(module, "config", None)
             if isinstance(own, PreTrainedConfig):
                 own._attn_implementation_internal = chosen
+
+
+def _with_first_layers(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Give a cache that was made without the config its first layers, where those keep nothing.
+
+    transformers asks the first one how many tokens were seen, and would be told 0 for ever.
+    """
+    cache = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+    if isinstance(cache, Cache) and cache.layer_class_to_replicate is not None and not cache.layers:
+        gone = vars(module.config)[NO_KEYS]
+        first = [DummyLayer() for number, found in enumerate(gone) if number == found]
+        cache.layers.extend([*first, cache.layer_class_to_replicate()])
 
 
 def _kind_of(values: Mapping[str, Any]) -> str:

@@ -43,7 +43,8 @@ class StandIn(nn.Module):
             return functional.linear(x, self.weight, self.bias)
         if self.down is not None and self.up is not None:
             return functional.linear(functional.linear(x, self.down), self.up, self.bias)
-        return torch.zeros_like(x) if self.bias is None else self.bias.expand_as(x)
+        nothing = torch.zeros_like(x)  # memory of its own, which what follows may write to
+        return nothing if self.bias is None else nothing + self.bias
 
     def extra_repr(self) -> str:
         """Show the map and the shapes of its parameters."""
@@ -91,15 +92,19 @@ def _put(model: nn.Module, site: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), name, module)
 
 
+def changed_config(config: Any, fields: Mapping[str, Any]) -> Any:
+    """Return a copy of a config with other values in some fields; what it once derived from those stays as it is."""
+    edited = copy.deepcopy(config)
+    for name, value in fields.items():
+        setattr(edited, name, value)
+    return edited
+
+
 def _built_otherwise(
     model: Any, config: Any, site: str, fields: Mapping[str, Any], build: Callable[[Any], Any]
 ) -> nn.Module:
     """Return the module that the architecture builds at `site` when the config has other values in `fields`."""
-    edited = copy.deepcopy(config)
-    for name, value in fields.items():
-        if not hasattr(edited, name):
-            raise UnsupportedError(f"the config has no field {name}", where=f"config.json: {site}")
-        setattr(edited, name, value)
+    edited = changed_config(config, fields)
     with torch.device("meta"):
         module: nn.Module = build(edited).get_submodule(site)
     old = model.get_submodule(site)

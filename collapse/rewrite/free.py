@@ -49,15 +49,15 @@ def free_sites(plan: Plan) -> list[dict[str, Any]]:
 def _local(plan: Plan) -> Iterator[dict[str, Any]]:
     fields: dict[str, dict[str, Any]] = {}
     for rewrite in plan.of_kind(Narrow):
-        held = fields.setdefault(rewrite.site, {}) if rewrite.local else {}
+        held = fields.setdefault(rewrite.site, {})
         for name, value in rewrite.local.items():
             if held.setdefault(name, value) != value:
                 reason = f"is built with {name} = {held[name]}, and with {value}"
                 raise PlanError(reason, where=rewrite.site, fix=NEW_PLAN)
     gone = {rewrite.site for rewrite in plan.of_kind(StandIn)}
-    for site, values in fields.items():
+    for site, values in sorted(fields.items(), key=lambda item: item[0].count(".")):  # a module before its parts
         path = _path(plan, site)
-        if path is not None and site not in gone:
+        if path is not None and values and site not in gone:
             yield {"site": path, "config": dict(sorted(values.items()))}
 
 

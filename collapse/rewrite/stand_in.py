@@ -54,6 +54,7 @@ def stand_in(graph: fx.Graph, program: Program, rewrite: StandIn) -> tuple[int, 
     several values of the module, or none or several that enter it have the shape of its output.
     """
     inside = inside_of(graph, rewrite.site)
+    _read_input_itself(inside)
     leaves = leaves_of(graph, program, inside)
     node = only_leaving(graph, inside, rewrite.site)
     if rewrite.by == "zero":
@@ -63,6 +64,20 @@ def stand_in(graph: fx.Graph, program: Program, rewrite: StandIn) -> tuple[int, 
             made = _mapped(graph, program, rewrite, node, inside)
         node.replace_all_uses_with(made)
     return leaves
+
+
+def _read_input_itself(inside: set[fx.Node]) -> None:
+    """Let others read what enters a module instead of the module's cast of it to the dtype that it has already.
+
+    A norm casts its input, and a cast to the same dtype is the tensor itself, which the residual then seems to read
+    from within the norm.
+    """
+    for node in inside:
+        source = node.args[0] if node.target is aten.to.dtype else None
+        if not isinstance(source, fx.Node) or source in inside or source.meta["val"].dtype != node.meta["val"].dtype:
+            continue
+        for user in [user for user in node.users if user not in inside]:
+            user.replace_input_with(node, source)
 
 
 def _mapped(graph: fx.Graph, program: Program, rewrite: StandIn, node: fx.Node, inside: set[fx.Node]) -> fx.Node:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
@@ -18,6 +19,7 @@ from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.erase import CONFIG, side_files
 from collapse.errors import CollapseError
+from collapse.free_layout import BASE, SITES, is_free_config
 from collapse.naming import Naming, naming_of
 from collapse.plan import AddBias, Narrow, Plan, Replace, Rewrite, StandIn
 from collapse.program import Program
@@ -234,11 +236,19 @@ def _touches(rewrite: Rewrite, name: str) -> bool:
 def _config_file(output: Path, source: Checkpoint, plan: Plan) -> Iterator[Blamed]:
     """Yield the fields of the output's config.json that plan and source make otherwise."""
     raw = side_files(source, plan)[CONFIG]
-    wanted, there = (dict(source.config) if raw is None else json.loads(raw)), read_json(output / CONFIG)
+    wanted, there = map(_by_field, (source.config if raw is None else json.loads(raw), read_json(output / CONFIG)))
     for field in sorted(wanted.keys() | there.keys()):
         if wanted.get(field) != there.get(field):
             reason = f"{field} is {there.get(field)}, plan and source make it {wanted.get(field)}"
             yield Blamed(pass_name="writer", site=f"{CONFIG}: {field}", reason=reason)
+
+
+def _by_field(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json; of one of a free layout those of its base, and each entry of its sites."""
+    if not is_free_config(config):
+        return dict(config)
+    sites = {f"{SITES}.{number}": entry for number, entry in enumerate(config.get(SITES, ()))}
+    return {**config.get(BASE, {}), **sites}
 
 
 def _configs(
