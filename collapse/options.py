@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from collapse.budget import Budget
 from collapse.erase import MAX_SHARD_SIZE
 from collapse.errors import PlanError
-from collapse.passes import PASSES, Pass
+from collapse.passes import MOVES, PASSES, Pass, together
 from collapse.plan import Layout, Stage
 
 if TYPE_CHECKING:
@@ -64,9 +64,11 @@ def make_options(**given: Any) -> Options:
     if options.layout not in layouts:
         raise PlanError(f"unknown layout {options.layout!r}", fix=f"choose among {', '.join(layouts)}")
     chosen_passes(options.passes)
-    if options.budgets and "layers" not in options.passes:
+    if options.budgets and not set(MOVES) & set(options.passes):
         raise PlanError(
-            "a budget is for the pass layers, which is not to run", where="--budget", fix="add --pass layers"
+            f"a budget is for the passes {', '.join(MOVES)}, none of which is to run",
+            where="--budget",
+            fix=f"add --pass {MOVES[0]}",
         )
     return options
 
@@ -77,4 +79,4 @@ def chosen_passes(names: Sequence[str]) -> tuple[Pass, ...]:
     for name in names:
         if name not in known:
             raise PlanError(f"unknown pass {name!r}", fix=f"choose among {', '.join(known)}")
-    return tuple(one for one in PASSES if one.name in names)
+    return together(one for one in PASSES if one.name in names)

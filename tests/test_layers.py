@@ -17,7 +17,7 @@ LAYERS = (
     *("quantised", "checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
     *("models", "growing_rope", "fingerprint", "naming", "auto", "program", "portable", "trace"),
     *("sources", "dequantise", "source_model"),
-    *("analysis", "rewrite", "passes", "manifest", "signing", "staging", "erase"),
+    *("analysis", "rewrite", "search", "passes", "manifest", "signing", "staging", "erase"),
     *("verify", "probe", "audit", "report", "runtime"),
     *(
         "options",

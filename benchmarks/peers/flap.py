@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 from benchmarks.peers.calibration import Calibration
 from benchmarks.peers.cut import Removal
 from benchmarks.peers.moments import Moments
-from benchmarks.peers.structure import Units
 from benchmarks.peers.widths import Kept, adaptive, lost_columns, uniform, unit_scores
 from collapse.errors import UnsupportedError
+from collapse.search.units import Units
 
 
 def fluctuation(weight: torch.Tensor, found: Moments) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The peers by name."""
+"""The peers by name, and what is compared with them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from benchmarks.peers.calibration import Calibration
 from benchmarks.peers.cut import Removal
 from benchmarks.peers.flap import flap_adaptive, flap_uniform
+from benchmarks.peers.ours import native
 from benchmarks.peers.replaceme import replaceme
 from benchmarks.peers.shortgpt import shortgpt
 from benchmarks.peers.sleb import sleb
@@ -14,6 +15,7 @@ from benchmarks.peers.uidl import uidl
 from benchmarks.peers.wanda_sp import wanda_sp
 
 METHODS: Mapping[str, Callable[[Calibration, float], Removal]] = {
+    "collapse": native,
     "shortgpt": shortgpt,
     "uidl": uidl,
     "sleb": sleb,

@@ -5,42 +5,15 @@ Found by `collapse.analysis` in the traced graph, so that no peer knows a module
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
 
 from torch import nn
 
-from collapse.analysis.channels import channels_of
 from collapse.analysis.layers import Layers, layer_lists
-from collapse.analysis.products import products_of
-from collapse.analysis.units import Channels, Kind, Part
 from collapse.checkpoint import Checkpoint
 from collapse.errors import UnsupportedError
-from collapse.plan import Axis, IndexSet
-from collapse.program import Program
+from collapse.search.units import Units, units_of
 from collapse.trace import load_config, trace
-
-
-@dataclass(frozen=True)
-class Units:
-    """Neurons or KV groups of one block; the parts' tensors have the model's names.
-
-    `reader` is the module whose inputs are what the units give, `read` the axis that counts them.
-    `parameters` is what one unit holds.
-    """
-
-    kind: Kind
-    block: int
-    size: int
-    parts: tuple[Part, ...]
-    reader: str
-    read: Part
-    parameters: int
-
-    def columns(self, units: Iterable[int]) -> IndexSet:
-        """Return the reader's inputs that some units give."""
-        return self.read.rows(units)
 
 
 @dataclass(frozen=True)
@@ -77,24 +50,5 @@ def structure_of(checkpoint: Checkpoint) -> Structure:
     lists = [layers for layers in found if isinstance(layers, Layers)]
     if len(lists) != 1:
         raise UnsupportedError(f"{len(lists)} lists of blocks that can be cut, not one", where=checkpoint.label)
-    sites = (f"{lists[0].site}.{number}" for number in range(lists[0].size))
-    units = (
-        _units(channels, number, site, program)
-        for number, site in enumerate(sites)
-        for channels in channels_of(program, checkpoint, site)
-        if isinstance(channels, Channels)
-    )
+    units = (one for one in units_of(program, checkpoint, lists[0]) if isinstance(one, Units))
     return Structure(lists[0], tuple(units))
-
-
-def _units(channels: Channels, block: int, site: str, program: Program) -> Units:
-    inputs = {(product.weight, product.in_dim) for product in products_of(program, site).values()}
-    parts = tuple(replace(part, axes=tuple(_in_model(axis, program) for axis in part.axes)) for part in channels.parts)
-    axes = [(part, axis) for part in parts for axis in part.axes]
-    read, reader = next((part, axis) for part, axis in axes if (axis.tensor, axis.dim) in inputs)
-    held = sum(len(part.rows([0])) * (prod(program.shapes[axis.tensor]) // part.size) for part, axis in axes)
-    return Units(channels.kind, block, channels.size, parts, reader.tensor.rpartition(".")[0], read, held)
-
-
-def _in_model(axis: Axis, program: Program) -> Axis:
-    return Axis(tensor=str(program.model_name(axis.tensor)), dim=axis.dim)

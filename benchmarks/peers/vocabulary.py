@@ -9,7 +9,6 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedModel
 
-from benchmarks.peers.cut import copy_sharing
 from benchmarks.peers.text import Source
 from collapse.analysis.token_use import Declined, Samples, token_use
 from collapse.checkpoint import Checkpoint
@@ -17,6 +16,7 @@ from collapse.errors import UnsupportedError
 from collapse.plan import IndexSet
 from collapse.rewrite.tokenizer import narrow_tokenizer
 from collapse.schema import InputSchema
+from collapse.search.surgery import copy_sharing
 from collapse.tokenizer import TokenizerFile
 
 BLOCK = 4096  # characters of a block of text

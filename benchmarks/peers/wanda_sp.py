@@ -9,11 +9,12 @@ import torch
 
 from benchmarks.peers.blocks import batches, block_calls
 from benchmarks.peers.calibration import Calibration
-from benchmarks.peers.cut import Removal, copy_sharing, narrow_units
+from benchmarks.peers.cut import Removal
 from benchmarks.peers.flap import reader_weight, target_of
 from benchmarks.peers.moments import Moments, recorded
-from benchmarks.peers.structure import Units
 from benchmarks.peers.widths import Kept, best, uniform_losses, unit_scores
+from collapse.search.surgery import copy_sharing, narrow_units
+from collapse.search.units import Units
 
 
 def importance(weight: torch.Tensor, found: Moments) -> torch.Tensor:

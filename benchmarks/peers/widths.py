@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from benchmarks.peers.structure import Units
+from collapse.search.units import Units
 
 Scores = Mapping[Units, torch.Tensor]  # one score a unit
 Kept = tuple[tuple[Units, tuple[int, ...]], ...]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from collapse.passes.base import Context, Pass, Proposal
 from collapse.passes.constant_fold import ConstantFold
 from collapse.passes.dead_module import DeadModule
 from collapse.passes.last_token import LastToken
-from collapse.passes.layers import LayersPass
 from collapse.passes.positions import Positions
+from collapse.passes.shrink import Shrink, Shrinking
 from collapse.passes.specialise import Specialise
 from collapse.passes.text_only import TextOnly
 from collapse.passes.unread_weights import UnreadWeights
@@ -20,9 +22,21 @@ PASSES: tuple[Pass, ...] = (
     Specialise(),
     Vocabulary(),
     DeadModule(),
-    LayersPass(),
+    Shrink("layers"),
+    Shrink("kv-groups"),
+    Shrink("neurons"),
     LastToken(),
     ConstantFold(),
 )
+MOVES = tuple(one.name for one in PASSES if isinstance(one, Shrink))
 
-__all__ = ["PASSES", "Context", "Pass", "Proposal"]
+
+def together(passes: Iterable[Pass]) -> tuple[Pass, ...]:
+    """Return the passes with the moves among them as one search, in the place of the first."""
+    found = list(passes)
+    moves = [one for one in found if isinstance(one, Shrink)]
+    joined = Shrinking(tuple(one.name for one in moves))
+    return tuple(joined if one is moves[0] else one for one in found if one not in moves[1:]) if moves else tuple(found)
+
+
+__all__ = ["MOVES", "PASSES", "Context", "Pass", "Proposal", "together"]

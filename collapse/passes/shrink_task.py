@@ -1,0 +1,202 @@
+"""What the search for a smaller native shape works on: texts in three parts, units, prices, and counted sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from collapse.analysis.block_runs import BlockRuns
+from collapse.analysis.flops import Cost, cost
+from collapse.analysis.layer_search import LayerSearch
+from collapse.analysis.layers import Layers
+from collapse.analysis.units import Kind
+from collapse.canonical import digest
+from collapse.certify.losses import SequenceLoss
+from collapse.certify.metrics import Design
+from collapse.passes.base import Context, Proposal
+from collapse.plan import Evidence, Plan, Rewrite, Skipped
+from collapse.rewrite.graph import rewrite_program
+from collapse.search.measure import Judge
+from collapse.search.rewrites import FLOATS, Origin
+from collapse.search.shapes import KINDS, Prices, Shape
+from collapse.search.sweep import Sweep
+from collapse.search.units import Units, units_of
+from collapse.search.walk import Order, Point, Walk
+from collapse.sequences import cut, encoder, text_bytes
+
+FIT_WINDOW, FITTING = 256, 64  # tokens of a sequence to fit to; sequences
+WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones, make a bound tight
+CHOOSING, HELD_OUT = 32, 128  # sequences
+STRETCH, EVERY = 8, 4  # of calibration blocks, every fourth stretch of eight chooses, the others fit
+SIZE_OF = {"params": "params", "flops": "prefill_flops", "decode": "weight_bytes_per_decode_token"}
+PENDING = Evidence(grade="measured", claim="is being measured", method="search")
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids [sequences, tokens]: to fit weights to, to choose shapes by, and to judge what was chosen."""
+
+    fitting: Tensor
+    choosing: Tensor
+    held_out: Tensor
+
+
+def texts_of(context: Context) -> Texts | None:
+    """Return sequences of the corpus; None where a part has too little text. Held-out text neither fits nor chooses."""
+    blocks = context.texts.calibration
+    chooses = [number // STRETCH % EVERY == EVERY - 1 for number in range(len(blocks))]
+    fit, choose = ([one for one, flag in zip(blocks, chooses, strict=True) if flag is side] for side in (False, True))
+    found = Texts(
+        _windows(context, fit, FITTING, FIT_WINDOW),
+        _windows(context, choose, CHOOSING, WINDOW),
+        _windows(context, context.texts.held_out, HELD_OUT, WINDOW),
+    )
+    return found if all(len(one) for one in (found.fitting, found.choosing, found.held_out)) else None
+
+
+def _windows(context: Context, blocks: Sequence[str], count: int, length: int) -> Tensor:
+    """Return whole windows of the text, [windows, length]."""
+    found = [ids for ids in cut(blocks, count, encoder(context.checkpoint), length) if len(ids) == length]
+    return torch.tensor(found, dtype=torch.long).reshape(len(found), length)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One search: `left_alone` are units that cannot be narrowed, with the reasons."""
+
+    context: Context
+    origin: Origin
+    walk: Walk
+    judge: Judge
+    left_alone: tuple[Skipped, ...]
+    before: Cost
+
+    @classmethod
+    def of(cls, context: Context, layers: Layers, moves: Sequence[str], texts: Texts) -> Task:
+        """Load the model, find what the `moves` may narrow, and rank the blocks where they may go."""
+        units, left_alone = narrowable(context, layers, moves)
+        model = context.loaded[0]
+        runs = BlockRuns(model, layers.site)
+        before = _cost(context, ())
+        walk = Walk(
+            sweep=Sweep(model, layers, units, texts.fitting),
+            judge=Judge.of(runs, texts.choosing),
+            prices=_prices(before, context, layers, units),
+            units=units,
+            order=_order(context, runs, layers, texts) if "layers" in moves else Order(()),
+            progress=context.progress,
+        )
+        origin = Origin(context.checkpoint, context.config, context.program, layers, units)
+        return cls(context, origin, walk, Judge.of(runs, texts.held_out), left_alone, before)
+
+    @property
+    def design(self) -> Design:
+        """The design of certificates on the held-out sequences."""
+        return Design(split=digest(self.judge.windows.tolist()), length=WINDOW - 1)
+
+    def allowed(self, shape: Shape) -> bool:
+        """Whether the architecture can have a shape."""
+        return not isinstance(self.origin.structure(shape, {}, PENDING), Skipped)
+
+    def level(self, step: float) -> dict[str, float]:
+        """Return the level at which a part `step` of the blocks' parameters is gone."""
+        prices = self.walk.prices["params"]
+        return {"params": 1 - step * prices.blocks * prices.block / prices.total}
+
+    def sizes(self, shape: Shape) -> dict[str, float]:
+        """Return what a shape leaves of every size, counted in its graph, as a share of the source's."""
+        rewrites = self.origin.structure(shape, {}, PENDING)
+        after = _cost(self.context, () if isinstance(rewrites, Skipped) else rewrites)
+        return {name: getattr(after, field) / getattr(self.before, field) for name, field in SIZE_OF.items()}
+
+    def losses(self, point: Point) -> Iterator[SequenceLoss]:
+        """Yield what every held-out sequence loses at a point."""
+        size = text_bytes(self.context.checkpoint)
+        yield from self.judge.losses(
+            point.swept.model, size, lambda done, of: self.context.progress("judging on held-out text", done, of)
+        )
+
+    def rewrites(self, point: Point, evidence: Evidence) -> Proposal:
+        """Return a point as rewrites with their evidence, and the fitted tensors."""
+        structure = self.origin.structure(point.shape, point.swept.kept, evidence)
+        assert not isinstance(structure, Skipped)  # the walk goes through shapes that are allowed
+        refits = self.origin.refits(point.swept, evidence)
+        return Proposal((*structure, refits[0]), values=refits[1]) if refits else Proposal(structure)
+
+
+def narrowable(context: Context, layers: Layers, moves: Sequence[str]) -> tuple[tuple[Units, ...], tuple[Skipped, ...]]:
+    """Return the units of the kinds among `moves` that all blocks have alike, and why others are left alone."""
+    found = units_of(context.program, context.checkpoint, layers)
+    skipped = [one for one in found if isinstance(one, Skipped) and one.pass_name in moves]
+    units: list[Units] = []
+    for kind in (kind for kind in KINDS if kind in moves):
+        some = [one for one in found if isinstance(one, Units) and one.kind == kind]
+        reason = _uneven(some, layers) or next(filter(None, (_unfit(context, one) for one in some)), None)
+        if reason is None:
+            units += some
+        else:
+            skipped.append(Skipped(pass_name=kind, site=layers.site, reason=reason))
+    return tuple(sorted(units, key=lambda one: (one.block, KINDS.index(one.kind)))), tuple(skipped)
+
+
+def _uneven(units: Sequence[Units], layers: Layers) -> str | None:
+    """Return why units cannot be narrowed alike in all blocks."""
+    if [one.block for one in units] != list(range(layers.size)):
+        return f"{len({one.block for one in units})} of {layers.size} blocks have them, or not one group a block"
+    sizes = {one.size for one in units}
+    if len(sizes) > 1:
+        return f"blocks have {min(sizes)} to {max(sizes)} of them, and the native layout has one number"
+    return "each block has only one" if sizes == {1} else None
+
+
+def _unfit(context: Context, units: Units) -> str | None:
+    """Return why a reader's tensors cannot be computed anew."""
+    for name in (f"{units.reader}.weight", f"{units.reader}.bias"):
+        if name not in context.program.shapes:
+            continue
+        files = context.file_names(name)
+        if not files or context.checkpoint.group(files[0]) is not None:
+            return f"{name} is not in the files as it is in the model"
+        if context.checkpoint.tensors[files[0]].dtype not in FLOATS:
+            return f"{name} is {context.checkpoint.tensors[files[0]].dtype}, which is not fitted to"
+    return None
+
+
+def _order(context: Context, runs: BlockRuns, layers: Layers, texts: Texts) -> Order:
+    """Return the blocks in the order in which they are missed least, each measured without those before it."""
+    search = LayerSearch(runs, texts.choosing)
+    steps = search.steps(layers.size, lambda _: True, lambda done, of: context.progress("ranking blocks", done, of))
+    return Order(step.dropped for step in steps)
+
+
+def _prices(before: Cost, context: Context, layers: Layers, units: Sequence[Units]) -> dict[str, Prices]:
+    """Return the prices of a block and of a unit in each size; those of a unit count its products alone."""
+    block = before.modules[f"{layers.site}.0"]
+    prompt = context.schema.workload.prompt
+    element = block.weight_bytes_per_decode_token / max(1, block.params)
+    per_parameter = {"params": 1.0, "flops": 2.0 * prompt, "decode": element}
+    held: dict[Kind, int] = {one.kind: one.parameters for one in units}
+    return {
+        metric: Prices(
+            total=getattr(before, field),
+            blocks=layers.size,
+            block=getattr(block, field),
+            unit={kind: count * per_parameter[metric] for kind, count in held.items()},
+        )
+        for metric, field in SIZE_OF.items()
+    }
+
+
+def _cost(context: Context, rewrites: Sequence[Rewrite]) -> Cost:
+    """Count the sizes of the model after some rewrites, in its graph."""
+    program = context.program
+    if rewrites:
+        plan = Plan(
+            source="", model_type=context.checkpoint.model_type, input_schema={}, schema_digest="",
+            rewrites=tuple(rewrites),
+        )  # fmt: skip
+        program = rewrite_program(program, plan, context.checkpoint.config)
+    return cost(program, prompt=context.schema.workload.prompt, element_bytes=4)

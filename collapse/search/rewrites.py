@@ -1,0 +1,76 @@
+"""A shape and its fitted readers as the rewrites of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from collapse.analysis.channels import narrow_channels
+from collapse.analysis.layers import Layers, drop_layers
+from collapse.checkpoint import Checkpoint
+from collapse.fingerprint import data_digest
+from collapse.plan import Evidence, Replace, Rewrite, Skipped
+from collapse.program import Program
+from collapse.search.shapes import KINDS, Shape
+from collapse.search.sweep import Swept
+from collapse.search.units import Units
+
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The source as passes know it, with its blocks and the units that may be narrowed."""
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    program: Program
+    layers: Layers
+    units: tuple[Units, ...]
+
+    def structure(
+        self, shape: Shape, kept: Mapping[Units, Sequence[int]], evidence: Evidence
+    ) -> tuple[Rewrite, ...] | Skipped:
+        """Return the rewrites that make the shape, or why the architecture cannot have it.
+
+        Where `kept` does not name a unit, the first ones stay: a dropped block has the shape of the others, too.
+        """
+        found: list[Rewrite] = []
+        if shape.gone:
+            rest = [block for block in range(self.layers.size) if block not in shape.gone]
+            dropped = drop_layers(self.layers, rest, self.checkpoint, self.config, evidence, "layers")
+            if isinstance(dropped, Skipped):
+                return dropped
+            found.append(dropped)
+        for kind in KINDS:
+            if lost := shape.lost.get(kind, 0):
+                chosen = [(one, kept.get(one, range(one.size - lost))) for one in self.units if one.kind == kind]
+                channels = [(one.channels, units) for one, units in chosen]
+                narrows = narrow_channels(channels, self.program, self.config, evidence, kind)
+                if isinstance(narrows, Skipped):
+                    return narrows
+                found += narrows
+        return tuple(found)
+
+    def refits(self, swept: Swept, evidence: Evidence) -> tuple[Replace, dict[str, Tensor]] | None:
+        """Return the rewrite that puts in the fitted tensors, and their data in the files' dtypes, by their names."""
+        values = {self.file_name(name): tensor for name, tensor in swept.weights.items()}
+        if not values:
+            return None
+        typed = {name: tensor.to(_dtype(self.checkpoint, name)) for name, tensor in sorted(values.items())}
+        digests = {name: data_digest(tensor) for name, tensor in typed.items()}
+        replaced = Replace(pass_name=self.units[0].kind, site=self.layers.site, evidence=evidence, tensors=digests)
+        return replaced, typed
+
+    def file_name(self, name: str) -> str:
+        """Return the files' name of a tensor of the model."""
+        aliases = self.program.aliases(name)
+        return next(one for one in self.checkpoint.tensors if self.program.model_name(one) in aliases)
+
+
+def _dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
+    return FLOATS[checkpoint.tensors[name].dtype]

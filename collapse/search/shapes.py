@@ -1,0 +1,58 @@
+"""Native shapes of a model: how many blocks it has, and how many units of each kind every block keeps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from collapse.analysis.units import Kind
+from collapse.search.units import Units
+
+KINDS: tuple[Kind, ...] = ("kv-groups", "neurons")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`gone` blocks are dropped; of each kind in `lost` every other block loses so many units."""
+
+    gone: tuple[int, ...] = ()
+    lost: Mapping[Kind, int] = field(default_factory=dict)
+
+    def with_lost(self, kind: Kind, count: int) -> Shape:
+        """Return the shape with another number of lost units of one kind."""
+        return Shape(self.gone, {**self.lost, kind: count})
+
+    def without(self, block: int) -> Shape:
+        """Return the shape with one block fewer."""
+        return Shape(tuple(sorted((*self.gone, block))), self.lost)
+
+    def sizes(self, units: Sequence[Units]) -> dict[Units, int]:
+        """Return how many units are kept where some are lost."""
+        kept = {one: one.size - self.lost.get(one.kind, 0) for one in units if one.block not in self.gone}
+        return {one: size for one, size in kept.items() if size < one.size}
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What one size of a model (parameters, FLOPs or bytes) is made of.
+
+    `total` is the source's, `block` that of one block; `unit` that of one unit of each kind in one block.
+    """
+
+    total: float
+    blocks: int
+    block: float
+    unit: Mapping[Kind, float]
+
+    def share(self, shape: Shape) -> float:
+        """Return what a shape leaves of the size, as a share of the source's."""
+        left = self.blocks - len(shape.gone)
+        each = self.block - sum(self.unit[kind] * count for kind, count in shape.lost.items())
+        return (self.total - self.blocks * self.block + left * each) / self.total
+
+    def least_lost(self, shape: Shape, kind: Kind, share: float) -> int:
+        """Return how many units of a kind every block must lose for at most `share` of the size to be left."""
+        over = (self.share(shape.with_lost(kind, 0)) - share) * self.total
+        left = self.blocks - len(shape.gone)
+        return max(0, math.ceil(over / (left * self.unit[kind]) - 1e-9))

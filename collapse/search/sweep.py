@@ -1,0 +1,184 @@
+"""One sweep over the blocks that narrows them and refits what reads the rest, block by block.
+
+Two residual streams go through the model side by side: the source's, and that of the model as it is smaller so far.
+In every block the reader of the units (of KV groups, then of neurons) is fitted to write what the source's stream lacks
+in the smaller one, so that it makes up for its own loss and for those before it. Behind a norm (Gemma's) there is no
+such sum, and the reader is fitted to what the source's writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from collapse.analysis.layers import Layers
+from collapse.search.calls import Call, block_calls, watched
+from collapse.search.least_squares import RIDGE, eliminate, normal_equations, pulled
+from collapse.search.surgery import copy_sharing, drop_blocks, narrow_units, put
+from collapse.search.units import Units
+
+ROWS = 8  # sequences that run together
+SAME_SUM = 1e-3  # of the stream's change: as far as an fp32 sum of a block's parts may be off
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A smaller model in memory, and how it differs from the source.
+
+    Attributes:
+        model: the smaller model; it shares unchanged tensors with the source.
+        kept: of the units that were narrowed, the numbers of those that stay.
+        weights: the readers' new tensors, by state-dict name, in the shapes of the smaller model, fp32.
+        gone: numbers of the dropped blocks.
+    """
+
+    model: PreTrainedModel
+    kept: Mapping[Units, tuple[int, ...]]
+    weights: Mapping[str, Tensor]
+    gone: tuple[int, ...] = ()
+
+
+class Sweep:
+    """Sweeps over `model` with calibration `windows`, token ids [sequences, tokens].
+
+    `units` are those of every block in the order in which a block runs them.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layers: Layers, units: Sequence[Units], windows: Tensor, ridge: float = RIDGE
+    ) -> None:
+        self._model, self._layers, self._units, self._ridge = model, layers, units, ridge
+        self._batches = torch.split(windows, ROWS)
+        self._blocks = list(model.get_submodule(layers.site).children())
+
+    def run(self, sizes: Mapping[Units, int], gone: Collection[int], progress: Progress) -> Swept:
+        """Return the model without the blocks `gone` that keeps as many units as `sizes` says, where it names them.
+
+        The readers of all units are fitted anew, also where no unit goes.
+        """
+        smaller = copy_sharing(self._model)
+        own = list(smaller.get_submodule(self._layers.site).children())
+        starts, calls = zip(*(block_calls(self._model, self._blocks, ids) for ids in self._batches), strict=True)
+        state = _State(smaller, list(starts), list(starts), self._ridge)
+        for number, block in enumerate(self._blocks):
+            units = [one for one in self._units if one.block == number]
+            turn = [call[number] for call in calls]
+            if number in gone:
+                state.source = [call(block, stream) for call, stream in zip(turn, state.source, strict=True)]
+            else:
+                _Block(self._model, block, own[number], units, turn, state).run(sizes)
+            progress(number + 1, len(self._blocks))
+        if gone:
+            drop_blocks(smaller, self._layers, gone)
+        return Swept(smaller, state.kept, state.weights, tuple(sorted(gone)))
+
+
+@dataclass
+class _State:
+    """What the sweep carries from block to block: both streams by batch, and what was decided."""
+
+    smaller: PreTrainedModel
+    source: list[Tensor]
+    own: list[Tensor]
+    ridge: float
+
+    def __post_init__(self) -> None:
+        self.kept: dict[Units, tuple[int, ...]] = {}
+        self.weights: dict[str, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One block in its turn."""
+
+    model: PreTrainedModel
+    source: nn.Module
+    own: nn.Module
+    units: Sequence[Units]
+    calls: Sequence[Call]
+    state: _State
+
+    def run(self, sizes: Mapping[Units, int]) -> None:
+        readers = [one.reader for one in self.units]
+        with watched(self.model, readers) as seen:
+            after = self._through(self.source, self.state.source)
+        written = {path: [output for _, output in pairs] for path, pairs in seen.items()}
+        direct = self._is_sum(after, list(written.values()))
+        lacking = [theirs - ours for theirs, ours in zip(self.state.source, self.state.own, strict=True)]
+        for units in self.units:
+            with watched(self.state.smaller, [units.reader]) as seen:
+                self._through(self.own, self.state.own)
+            inputs = [given for given, _ in seen[units.reader]]
+            wanted = written[units.reader]
+            if direct:
+                wanted = [one + lack for one, lack in zip(wanted, lacking, strict=True)]
+            found = self._refit(units, sizes.get(units, units.size), inputs, wanted)
+            lacking = [one - new for one, new in zip(wanted, found, strict=True)]
+        if self.units and direct:
+            self.state.own = [theirs - lack for theirs, lack in zip(after, lacking, strict=True)]
+        else:
+            self.state.own = self._through(self.own, self.state.own)
+        self.state.source = after
+
+    def _through(self, block: nn.Module, streams: Sequence[Tensor]) -> list[Tensor]:
+        return [call(block, stream) for call, stream in zip(self.calls, streams, strict=True)]
+
+    def _is_sum(self, after: Sequence[Tensor], written: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether the block adds just what its readers write to the stream, with nothing in between."""
+        change = after[0] - self.state.source[0]
+        rest = change - sum((outputs[0] for outputs in written), torch.zeros(()))
+        return bool(rest.norm() <= SAME_SUM * change.norm())
+
+    def _refit(self, units: Units, size: int, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
+        """Choose the units that stay, fit their reader, and return what it now writes."""
+        reader = Reader.of(self.state.smaller, units)
+        pairs = ((reader.extended(x), y) for x, y in zip(inputs, wanted, strict=True))
+        normal = pulled(normal_equations(pairs), reader.matrix, self.state.ridge)
+        kept = eliminate(normal, [tuple(units.columns([unit])) for unit in range(units.size)], size)
+        columns = torch.tensor([*units.columns(kept), *range(reader.inputs, reader.matrix.shape[1])])
+        matrix = normal.solve(columns).float()
+        if size < units.size:
+            narrow_units(self.state.smaller, units, kept)
+            self.state.kept[units] = kept
+        for name, tensor in reader.tensors(matrix).items():
+            put(self.state.smaller, name, tensor)
+            self.state.weights[name] = tensor
+        return [nn.functional.linear(reader.extended(x)[..., columns], matrix) for x in inputs]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The product that reads some units: `matrix` is [out, in], a bias its last column; `inputs` counts the others."""
+
+    path: str
+    matrix: Tensor
+    inputs: int
+    transposed: bool
+
+    @classmethod
+    def of(cls, model: nn.Module, units: Units) -> Reader:
+        """Return the reader of `units` as it is in `model`."""
+        axis = next(axis for axis in units.read.axes if axis.tensor.rpartition(".")[0] == units.reader)
+        weight = model.get_parameter(axis.tensor).detach().float()
+        matrix = weight if axis.dim == 1 else weight.T
+        bias = getattr(model.get_submodule(units.reader), "bias", None)
+        whole = matrix if bias is None else torch.cat([matrix, bias.detach().float()[:, None]], 1)
+        return cls(units.reader, whole, matrix.shape[1], axis.dim == 0)
+
+    def extended(self, given: Tensor) -> Tensor:
+        """Return inputs [..., in] with a one for the bias, where there is one."""
+        bias = self.matrix.shape[1] > self.inputs
+        return torch.cat([given, torch.ones_like(given[..., :1])], -1) if bias else given
+
+    def tensors(self, matrix: Tensor) -> dict[str, Tensor]:
+        """Return a matrix of fewer inputs as the module's tensors, by state-dict name."""
+        bias = self.matrix.shape[1] > self.inputs
+        weight = matrix[:, :-1] if bias else matrix
+        found = {f"{self.path}.weight": (weight.T if self.transposed else weight).contiguous()}
+        return found | ({f"{self.path}.bias": matrix[:, -1].contiguous()} if bias else {})

@@ -1,0 +1,97 @@
+"""What each block's units cost by how many of them go: every block tried alone, at several sizes, refitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from collapse.analysis.block_runs import BlockRuns
+from collapse.analysis.layer_search import BATCH, divergence
+from collapse.analysis.layers import Layers
+from collapse.search.calls import block_calls, watched
+from collapse.search.least_squares import RIDGE, Normal, eliminations, normal_equations, pulled
+from collapse.search.surgery import copy_sharing, narrow_units, put
+from collapse.search.sweep import ROWS, Reader
+from collapse.search.units import Units
+
+FRACTIONS = (0.125, 0.375, 0.75)  # of a block's units that are tried without
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One size of one block's units, and the mean KL divergence that it costs alone, nats a token."""
+
+    units: Units
+    kept: int
+    kl: float
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Tries on `model`: fitted to the windows `fitting`, measured on `choosing`, token ids [sequences, tokens]."""
+
+    model: PreTrainedModel
+    layers: Layers
+    units: Sequence[Units]
+    fitting: Tensor
+    choosing: Tensor
+    ridge: float = RIDGE
+
+    def run(self, progress: Progress) -> tuple[Trial, ...]:
+        """Return the trials of all units at several sizes; at full size nothing is tried."""
+        runs = BlockRuns(self.model, self.layers.site)
+        before = [runs.run(ids).states for ids in torch.split(self.choosing, BATCH)]
+        found: list[Trial] = []
+        for done, (units, normal) in enumerate(self._normals(), 1):
+            parts = [tuple(units.columns([unit])) for unit in range(units.size)]
+            for kept in eliminations(normal, parts, sizes_of(units)):
+                smaller = self._narrowed(units, normal, kept)
+                found.append(Trial(units, len(kept), self._kl(runs, smaller, units.block, before)))
+            progress(done, len(self.units))
+        return tuple(found)
+
+    def _normals(self) -> Iterator[tuple[Units, Normal]]:
+        """Yield the pulled normal equations of every reader on the source's own stream."""
+        blocks = list(self.model.get_submodule(self.layers.site).children())
+        starts, calls = zip(
+            *(block_calls(self.model, blocks, ids) for ids in torch.split(self.fitting, ROWS)), strict=True
+        )
+        streams = list(starts)
+        for number, block in enumerate(blocks):
+            units = [one for one in self.units if one.block == number]
+            with watched(self.model, [one.reader for one in units]) as seen:
+                streams = [call[number](block, stream) for call, stream in zip(calls, streams, strict=True)]
+            for one in units:
+                reader = Reader.of(self.model, one)
+                pairs = ((reader.extended(x), y) for x, y in seen[one.reader])
+                yield one, pulled(normal_equations(pairs), reader.matrix, self.ridge)
+
+    def _narrowed(self, units: Units, normal: Normal, kept: Sequence[int]) -> PreTrainedModel:
+        smaller = copy_sharing(self.model)
+        reader = Reader.of(smaller, units)
+        columns = torch.tensor([*units.columns(kept), *range(reader.inputs, reader.matrix.shape[1])])
+        narrow_units(smaller, units, kept)
+        for name, tensor in reader.tensors(normal.solve(columns).float()).items():
+            put(smaller, name, tensor)
+        return smaller
+
+    def _kl(
+        self, runs: BlockRuns, smaller: PreTrainedModel, block: int, before: Sequence[Mapping[int, Tensor]]
+    ) -> float:
+        tried, total = BlockRuns(smaller, self.layers.site), 0.0
+        for ids, states in zip(torch.split(self.choosing, BATCH), before, strict=True):
+            source = runs.run(ids, start=len(runs), state=states[len(runs)]).logits
+            total += divergence(source, tried.run(ids, start=block, state=states[block]).logits)
+        return total / self.choosing.numel()
+
+
+def sizes_of(units: Units) -> tuple[int, ...]:
+    """Return how many units are kept in each trial, descending; at least one."""
+    kept = {units.size - max(1, round(fraction * units.size)) for fraction in FRACTIONS}
+    return tuple(sorted((size for size in kept if size > 0), reverse=True))

@@ -1,0 +1,107 @@
+"""The walk to ever smaller native shapes: at each size the best of a few neighbours, all refitted and measured.
+
+Shapes of one size are compared at that size: with the blocks and KV groups of the size before, with one more block
+gone, and with one more KV group gone from every block; neurons make up the rest. What was fitted is measured on other
+text, since a fit says little about its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from collapse.search.measure import Judge
+from collapse.search.shapes import Prices, Shape
+from collapse.search.sweep import Sweep, Swept
+from collapse.search.units import Units
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point of the path: a shape, the model of it, and its mean KL divergence on the text that chose, nats."""
+
+    shape: Shape
+    swept: Swept
+    kl: float
+    tried: int
+
+
+class Order:
+    """Blocks in the order in which they may go, from ever larger sets of dropped ones; each is found when asked for."""
+
+    def __init__(self, dropped: Iterable[Sequence[int]]) -> None:
+        self._dropped, self._found = iter(dropped), list[int]()
+
+    def after(self, gone: int) -> int | None:
+        """Return the block that goes after the first `gone` ones; None where no further one can go."""
+        while len(self._found) <= gone and (more := next(self._dropped, None)) is not None:
+            self._found += [block for block in more if block not in self._found]
+        return self._found[gone] if gone < len(self._found) else None
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a walk needs: `order` has the blocks as they may go, `units` what may be narrowed."""
+
+    sweep: Sweep
+    judge: Judge
+    prices: Mapping[str, Prices]
+    units: Sequence[Units]
+    order: Order
+    progress: Progress
+
+    def points(self, levels: Iterable[Mapping[str, float]], allowed: Callable[[Shape], bool]) -> Iterator[Point]:
+        """Yield the best shape for each level, ever smaller; ends where none is found.
+
+        A level says of some sizes what share of them may be left; `allowed` whether the architecture can have a shape.
+        """
+        before = Shape()
+        for level in levels:
+            shapes = [shape for shape in self._neighbours(before, level) if allowed(shape)]
+            if not shapes:
+                return
+            best = min((self._point(shape, len(shapes)) for shape in shapes), key=lambda point: point.kl)
+            yield best
+            before = best.shape
+
+    def _neighbours(self, before: Shape, level: Mapping[str, float]) -> Iterator[Shape]:
+        """Yield shapes at most as large as the level, each once."""
+        tried: list[Shape] = []
+        for start in self._starts(before):
+            shape = self._filled(start, level)
+            if shape is not None and shape not in tried:
+                tried.append(shape)
+                yield shape
+
+    def _starts(self, before: Shape) -> Iterator[Shape]:
+        yield before
+        block = self.order.after(len(before.gone))
+        if block is not None:
+            yield before.without(block)
+        groups = before.lost.get("kv-groups", 0) + 1
+        if groups < self._size("kv-groups"):
+            yield before.with_lost("kv-groups", groups)
+
+    def _filled(self, shape: Shape, level: Mapping[str, float]) -> Shape | None:
+        """Return the shape with just enough neurons gone; without neurons, with as many blocks or groups as needed."""
+        neurons = self._size("neurons")
+        if neurons:
+            needed = [self.prices[metric].least_lost(shape, "neurons", share) for metric, share in level.items()]
+            lost = max(needed)
+            return shape.with_lost("neurons", lost) if lost < neurons else None
+        while any(self.prices[metric].share(shape) > share for metric, share in level.items()):
+            further = [one for one in self._starts(shape) if one != shape]
+            if not further:
+                return None
+            shape = further[0]
+        return shape
+
+    def _size(self, kind: str) -> int:
+        return next((one.size for one in self.units if one.kind == kind), 0)
+
+    def _point(self, shape: Shape, tried: int) -> Point:
+        what = f"fitting with {self.prices['params'].share(shape):.1%} of the parameters"
+        swept = self.sweep.run(shape.sizes(self.units), shape.gone, lambda done, of: self.progress(what, done, of))
+        return Point(shape, swept, self.judge.kl(swept.model), tried)
