@@ -172,6 +172,12 @@ def test_the_native_layout_cannot_say_it(case: Case, tmp_path: Path) -> None:
     assert "local" not in case.narrow("neurons", 1, [4])[0].model_copy(update={"local": {}}).model_dump()
 
 
+def test_the_layout_is_one_of_two(command, tmp_path: Path) -> None:
+    found = command("plan", tmp_path, "--layout", "loose")
+    assert (found.code, found.err.count("\n")) == (2, 1)
+    assert "unknown layout 'loose'; choose among native, free" in found.err
+
+
 def added(*shape: int) -> Added:
     return Added(sha256="0" * 64, dtype="F32", shape=shape)
 
