@@ -42,6 +42,10 @@ Corpus = Annotated[
 ]
 Field = Annotated[str | None, typer.Option("--field", help="The field of .jsonl records that holds the text.")]
 Stage = Annotated[str, typer.Option("--stage", help="How far a dead module goes: fuse, short-circuit or erase.")]
+Layout = Annotated[
+    str,
+    typer.Option("--layout", help="native: loads in plain transformers; free: blocks may differ, for collapse.load."),
+]
 Placeholder = Annotated[bool, typer.Option("--placeholder", help="Leave 16 zero bytes under each erased name.")]
 Threshold = Annotated[float | None, typer.Option("--threshold", help="Nats; overrides the fitted one of --stage fuse.")]
 Passes = Annotated[list[str] | None, typer.Option("--pass", help="Run only this pass; may be repeated.")]
@@ -72,6 +76,7 @@ def export(
     stage: Stage = "erase",
     placeholder: Placeholder = False,
     threshold: Threshold = None,
+    layout: Layout = "native",
     passes: Passes = None,
     budget: Budgets = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Apply exactly this reviewed plan.")] = None,
@@ -91,7 +96,7 @@ def export(
     reviewed = Plan.load(plan) if plan else None
     values = load_values(reviewed, plan) if reviewed and plan else None
     options = _options(
-        corpus, field, stage, placeholder, threshold, passes, budget, seed, max_shard_size, prompts, sign
+        corpus, field, stage, placeholder, threshold, layout, passes, budget, seed, max_shard_size, prompts, sign
     )
     watch = _watch(quiet)
     target = output or _default_output(model, schema)
@@ -113,6 +118,7 @@ def make(
     stage: Stage = "erase",
     placeholder: Placeholder = False,
     threshold: Threshold = None,
+    layout: Layout = "native",
     passes: Passes = None,
     budget: Budgets = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, for review.")] = None,
@@ -127,7 +133,7 @@ def make(
         reason = "is a directory" if output.is_dir() else "its directory does not exist"
         raise OutputError(f"cannot be written: {reason}", where=str(output), fix="name a file")
     watch = _watch(quiet)
-    options = _options(corpus, field, stage, placeholder, threshold, passes, budget, seed)
+    options = _options(corpus, field, stage, placeholder, threshold, layout, passes, budget, seed)
     result = make_plan(model, schema, options, save=output, watch=watch)
     _tell(result, watch, as_json, quiet)
 
@@ -153,6 +159,7 @@ def _options(
     stage: str,
     placeholder: bool,
     threshold: float | None,
+    layout: str,
     passes: list[str] | None,
     budget: str | None,
     seed: int,
@@ -170,6 +177,7 @@ def _options(
         stage=stage,
         placeholder=placeholder,
         threshold=threshold,
+        layout=layout,
         passes=tuple(passes) if passes else None,
         budgets=parse_budgets(budget) if budget is not None else None,
         seed=seed,

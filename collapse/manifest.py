@@ -55,7 +55,8 @@ class Manifest(Record):
     kept: Totals
     erased: Totals
     replaced: Totals = Field(
-        default=Totals(tensors=0, parameters=0, bytes=0), description="of `kept`, what is computed"
+        default=Totals(tensors=0, parameters=0, bytes=0),
+        description="of `kept`, what is computed, added tensors included",
     )
 
 
@@ -80,7 +81,8 @@ def make_manifest(
     infos = checkpoint.tensors.values()
     held = checkpoint.parameters(checkpoint.tensors)
     before = Totals(tensors=len(infos), parameters=held, bytes=checkpoint.weight_bytes)
-    gone = {name: getattr(before, name) - getattr(after, name) for name in Totals.model_fields}
+    left = _totals(checkpoint, [tensor for tensor in kept if tensor.source is not None or tensor.is_placeholder])
+    gone = {name: getattr(before, name) - getattr(left, name) for name in Totals.model_fields}
     return Manifest(
         plan=plan,
         plan_digest=plan.digest,

@@ -11,7 +11,7 @@ from collapse.budget import Budget
 from collapse.erase import MAX_SHARD_SIZE
 from collapse.errors import PlanError
 from collapse.passes import MOVES, PASSES, Pass, together
-from collapse.plan import Stage
+from collapse.plan import Layout, Stage
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -27,6 +27,7 @@ class Options:
         stage: how far a dead module goes: `fuse`, `short-circuit` or `erase`.
         threshold: of the run-time detector of `fuse`, nats; by default fitted to the corpus.
         placeholder: leave a 16-byte zero tensor under the name of every erased one of a dead module.
+        layout: `native`, which plain transformers loads, or `free`, in which blocks may have shapes of their own.
         passes: names of the passes to run; all by default.
         seed: of the split and of the samples.
         max_shard_size: bytes of the largest weight file.
@@ -39,6 +40,7 @@ class Options:
     text_field: str | None = None
     stage: Stage = "erase"
     placeholder: bool = False
+    layout: Layout = "native"
     threshold: float | None = None
     passes: tuple[str, ...] = field(default_factory=lambda: tuple(p.name for p in PASSES))
     seed: int = 0
@@ -58,6 +60,9 @@ def make_options(**given: Any) -> Options:
     stages = get_args(Stage)
     if options.stage not in stages:
         raise PlanError(f"unknown stage {options.stage!r}", fix=f"choose among {', '.join(stages)}")
+    layouts = get_args(Layout)
+    if options.layout not in layouts:
+        raise PlanError(f"unknown layout {options.layout!r}", fix=f"choose among {', '.join(layouts)}")
     chosen_passes(options.passes)
     if options.budgets and not set(MOVES) & set(options.passes):
         raise PlanError(

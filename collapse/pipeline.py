@@ -14,16 +14,17 @@ from collapse.analysis.token_use import Samples
 from collapse.analysis.traffic import element_bytes
 from collapse.auto import config_from
 from collapse.canonical import dumps
-from collapse.checkpoint import Checkpoint
+from collapse.checkpoint import DTYPE_BITS, Checkpoint
 from collapse.corpus import Split, builtin_corpus, read_corpus, split
 from collapse.erase import write_checkpoint
 from collapse.errors import CollapseError, OutputError, PlanError, RefutedError, UnsupportedError
+from collapse.free_layout import is_free_config
 from collapse.manifest import versions, write_manifest
 from collapse.memory import release_memory
 from collapse.options import DEFAULTS, Options, chosen_passes
 from collapse.passes import Context, Pass
 from collapse.passes.constant_fold import count_nodes
-from collapse.plan import Plan, Replace, Rewrite, ShortCircuit, Skipped
+from collapse.plan import Narrow, Plan, Replace, Rewrite, ShortCircuit, Skipped
 from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.report.data import GraphFigures, Report, build_report
@@ -32,6 +33,7 @@ from collapse.report.markdown import to_markdown
 from collapse.report.render import render
 from collapse.rewrite.computed import Computed
 from collapse.rewrite.config import config_edits
+from collapse.rewrite.free import added_names, added_tensors
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
 from collapse.rewrite.specialise import Specialised, has_graph_edits, specialise
 from collapse.rewrite.tensors import output_tensors, token_narrow
@@ -50,6 +52,7 @@ from collapse.verify.computed import exact_graph
 from collapse.verify.dynamic import Rewritten
 from collapse.verify.samples import SAMPLES, inside
 
+HEADS = ("num_attention_heads", "num_key_value_heads")
 LOGIT_BYTES = 24 << 20  # of fp32 logits kept of each model for comparison; more would set the peak of memory
 
 
@@ -121,6 +124,9 @@ def export(
 def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Options, watch: Stopwatch) -> Context:
     """Open the model, read the corpus, trace: everything that passes look at."""
     checkpoint = model if isinstance(model, Checkpoint) else _open(model, watch)
+    if is_free_config(checkpoint.config):
+        reason = "is in the free layout already, which is not collapsed again"
+        raise UnsupportedError(reason, where=checkpoint.label, fix="collapse its source anew")
     config = config_as_loaded(checkpoint)
     with watch.stage("read corpus"):
         parts = _split(schema, options)
@@ -144,6 +150,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         threshold=options.threshold,
         stage=options.stage,
         placeholder=options.placeholder,
+        layout=options.layout,
         budgets=options.budgets,
         progress=watch.advance,
     )
@@ -175,6 +182,7 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch, computed:
         input_schema=context.schema.to_json(),
         schema_digest=context.schema.digest,
         stage=context.stage,
+        layout=context.layout,
         rewrites=tuple(rewrites),
         skipped=tuple(one for one in skipped if one.site not in gone),  # what another pass takes is no near miss
         created_by=versions(),
@@ -264,10 +272,12 @@ def _report(
     context: Context, plan: Plan, before: Cost, after: Cost, verdict: Verdict | None, graph: GraphFigures | None
 ) -> Report:
     text = context.config.get_text_config()
-    heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
+    heads = [getattr(text, name, None) for name in HEADS]
     narrow = token_narrow(plan)
     rows = len(narrow.kept) if narrow else text.vocab_size
     whole = [head for head in heads if isinstance(head, int)]
+    local = [fields.local.get(name) for fields in plan.of_kind(Narrow) for name in HEADS]
+    fewer = [head for head in local if isinstance(head, int)]
     report = build_report(
         plan,
         before,
@@ -276,7 +286,7 @@ def _report(
         name=context.checkpoint.label,
         program=context.program,
         workload=context.schema.workload,
-        divided=([*whole, text.vocab_size], [*whole, rows]),
+        divided=([*whole, text.vocab_size], [*whole, *fewer, rows]),
     )
     return report.model_copy(update={"graph": graph})
 
@@ -367,7 +377,7 @@ def _costs(context: Context, rewritten: Program, plan: Plan, watch: Stopwatch) -
     The result is counted on the rewritten graph; where the config says that a module is absent, on a trace of that
     config: the architecture may then leave out more than the module, such as what it kept in the cache for it.
     """
-    sizes = element_bytes(context.checkpoint, context.program)
+    sizes = element_bytes(context.checkpoint, context.program) | added_bytes(plan)
     prompt = context.schema.workload.prompt
     with watch.stage("count FLOPs"):
         before = cost(context.program, prompt=prompt, element_bytes=sizes)
@@ -377,3 +387,9 @@ def _costs(context: Context, rewritten: Program, plan: Plan, watch: Stopwatch) -
     config = config_from(edited)
     with watch.stage("trace"):
         return before, cost_of_config(config, prompt=prompt, element_bytes=sizes).cost
+
+
+def added_bytes(plan: Plan) -> dict[str, float]:
+    """Return the bytes of an element of every tensor that the plan adds, by its name in the rewritten graph."""
+    names, tensors = added_names(plan), added_tensors(plan)
+    return {names[name]: DTYPE_BITS[tensor.dtype] / 8 for name, tensor in tensors.items()}

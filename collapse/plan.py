@@ -6,11 +6,20 @@ It has one digest; two plans with the same digest collapse the same source to th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from collapse.canonical import digest, dumps
 from collapse.errors import PlanError
@@ -19,6 +28,13 @@ Grade = Literal["proved", "certified", "measured"]
 Stage = Literal["fuse", "short-circuit", "erase"]
 Replacement = Literal["zero", "identity", "constant"]
 GraphEdit = Literal["next-token", "fold-constants"]
+Layout = Literal["native", "free"]
+Map = Literal["zero", "constant", "linear", "low-rank"]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+PARTS: Mapping[Map, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "zero": ((), ()), "constant": (("bias",), ()), "linear": (("weight",), ("bias",)),
+    "low-rank": (("down", "up"), ("bias",)),
+}  # fmt: skip  # of each map: the tensors that it has, and those that it may have
 
 
 class Record(BaseModel):
@@ -120,6 +136,8 @@ class Narrow(_Rewrite):
 
     `relabels` says what the row numbers are: token ids (inputs, tokenizer and config are renumbered too),
     positions, or channels (heads, neurons, experts), which nothing outside the named axes refers to.
+    In the free layout `local` has the fields of the language model's config with which the module at `site`, alone,
+    is built in the output; other blocks keep theirs.
     """
 
     kind: Literal["narrow"] = "narrow"
@@ -127,6 +145,12 @@ class Narrow(_Rewrite):
     size: int
     kept: IndexSet
     relabels: Literal["tokens", "positions", "channels"]
+    local: dict[str, Any] = Field(default_factory=dict)
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = whole(self)
+        return found if self.local else {name: value for name, value in found.items() if name != "local"}
 
     @property
     def dropped(self) -> int:
@@ -167,6 +191,9 @@ class Reroot(_Rewrite):
     files: tuple[str, ...] = ()
 
 
+NOT_PROVED = "computed weights are certified or measured, never proved"
+
+
 class Replace(_Rewrite):
     """The named tensors of the files get computed data, which stand in a values file beside the plan.
 
@@ -175,14 +202,79 @@ class Replace(_Rewrite):
     """
 
     kind: Literal["replace"] = "replace"
-    tensors: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = Field(min_length=1)
+    tensors: dict[str, Sha256] = Field(min_length=1)
 
     @field_validator("evidence")
     @classmethod
     def _not_proved(cls, evidence: Evidence) -> Evidence:
         if evidence.grade == "proved":
-            raise ValueError("computed weights are certified or measured, never proved")
+            raise ValueError(NOT_PROVED)
         return evidence
+
+
+class Added(Record):
+    """A tensor that the source does not have: the SHA-256 (hex) of its data, its dtype as in safetensors, its shape."""
+
+    sha256: Sha256
+    dtype: Literal["F64", "F32", "F16", "BF16"]
+    shape: tuple[Annotated[int, Field(ge=1)], ...]
+
+
+class _Adding(_Rewrite):
+    """Gives the module `site` tensors that stand in the values file; `prefix` and the part's name are theirs there.
+
+    `prefix` is what the names of the module's tensors in the source's files begin with.
+    """
+
+    prefix: str
+    added: dict[str, Added] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _not_proved(self) -> Self:
+        if self.added and self.evidence.grade == "proved":
+            raise ValueError(NOT_PROVED)
+        return self
+
+
+class StandIn(_Adding):
+    """In the free layout: the module at `site` gives a map of its own input `x`, and its tensors and cache go.
+
+    `zero`: nothing. `constant`: `bias`, of shape [channels]. `linear`: `x @ weight.T + bias`, where `weight` has the
+    shape [channels, channels] and `bias` may be missing. `low-rank`: `x @ down.T @ up.T + bias`, where `down` has the
+    shape [rank, channels]. The module of the model gives a tuple of `outputs`, of which this is the first and None
+    the others; where `outputs` is None it gives the tensor alone. `tensors` are all that the files have of the module.
+    """
+
+    kind: Literal["stand-in"] = "stand-in"
+    by: Map
+    outputs: int | None = Field(default=None, ge=1)
+    tensors: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _has_parts(self) -> Self:
+        needed, optional = PARTS[self.by]
+        if set(needed) - self.added.keys() or self.added.keys() - {*needed, *optional}:
+            raise ValueError(f"{self.by} takes the tensors {[*needed, *optional]}, not {sorted(self.added)}")
+        shapes = {part: added.shape for part, added in self.added.items()}
+        width = shapes.get("weight", shapes.get("up", shapes.get("bias", ())))[:1]
+        wanted = {"bias": width, "weight": width * 2, "up": width + shapes.get("up", ())[1:]}
+        wanted["down"] = wanted["up"][1:] + width
+        wrong = [part for part, shape in shapes.items() if shape != wanted[part] or len(shape) != 1 + (part != "bias")]
+        if wrong:
+            raise ValueError(f"the shapes {shapes} do not make a map of as many channels")
+        return self
+
+
+class AddBias(_Adding):
+    """In the free layout: the linear module at `site`, which has no bias, gets the one in `added`."""
+
+    kind: Literal["add-bias"] = "add-bias"
+
+    @model_validator(mode="after")
+    def _one_bias(self) -> Self:
+        if self.added.keys() != {"bias"} or len(self.added["bias"].shape) != 1:
+            raise ValueError("adds one tensor, a bias of shape [channels]")
+        return self
 
 
 class Specialise(_Rewrite):
@@ -199,8 +291,14 @@ class Specialise(_Rewrite):
 
 
 Rewrite = Annotated[
-    Erase | ShortCircuit | Narrow | DropLayers | Reroot | Replace | Specialise, Field(discriminator="kind")
+    Erase | ShortCircuit | Narrow | DropLayers | Reroot | Replace | StandIn | AddBias | Specialise,
+    Field(discriminator="kind"),
 ]
+
+
+def is_free(rewrite: Rewrite) -> bool:
+    """Whether only the free layout can say what the rewrite does."""
+    return isinstance(rewrite, StandIn | AddBias) or bool(isinstance(rewrite, Narrow) and rewrite.local)
 
 
 class Skipped(Record):
@@ -217,7 +315,8 @@ class Plan(Record):
 
     `source` is the digest of the source checkpoint's files, `schema_digest` that of the contract.
     `created_by` holds the versions that decided; they are part of the digest, since another version may
-    decide otherwise.
+    decide otherwise. With the `free` layout blocks may have shapes and modules of their own, which plain transformers
+    cannot load.
     """
 
     format: Literal["collapse-plan/1"] = "collapse-plan/1"
@@ -226,9 +325,23 @@ class Plan(Record):
     input_schema: dict[str, Any] = Field(alias="schema")
     schema_digest: str
     stage: Stage = "erase"
+    layout: Layout = "native"
     rewrites: tuple[Rewrite, ...]
     skipped: tuple[Skipped, ...] = ()
     created_by: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _fits_layout(self) -> Self:
+        free = [rewrite for rewrite in self.rewrites if is_free(rewrite)]
+        if free and self.layout != "free":
+            reason = f"{free[0].kind} of {free[0].pass_name} needs the free layout, the plan has the native one"
+            raise PlanError(reason, where=free[0].site, fix="plan with --layout free")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_default(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = whole(self)
+        return found if self.layout == "free" else {name: value for name, value in found.items() if name != "layout"}
 
     @property
     def digest(self) -> str:

@@ -12,7 +12,8 @@ from collapse.canonical import CHUNK, chunks
 from collapse.checkpoint import FOREIGN_WEIGHTS, TensorInfo, read_header
 from collapse.errors import CheckpointError
 from collapse.manifest import MANIFEST, load_manifest
-from collapse.plan import DropLayers, Plan, Record, ShortCircuit
+from collapse.plan import DropLayers, Plan, Record, ShortCircuit, StandIn
+from collapse.rewrite.free import added_tensors
 from collapse.rewrite.origin import source_name
 from collapse.rewrite.tensors import PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, erased_names, layer_number
 
@@ -88,21 +89,24 @@ def _find(folder: Path, pattern: str) -> _Site:
         raise CheckpointError(f"neither weights nor {MANIFEST}", where=str(folder), fix="give the directory of a model")
     infos = [info for path in files for info in read_header(path, path.relative_to(folder).as_posix())]
     tensors = [_Present(source_name(plan, info.name) if plan else info.name, info) for info in infos]
-    present = tuple(tensor for tensor in tensors if _matches(tensor.name, pattern))
+    added = added_tensors(plan) if plan else {}  # a map in place of a module is not what was there
+    present = tuple(tensor for tensor in tensors if _matches(tensor.name, pattern) and tensor.name not in added)
     if plan is None:
         return _Site(pattern, (), frozenset(), (), present)
     switches = tuple(site for site in _gone_sites(plan) if _matches(site, pattern))
-    by_site = {name for r in plan.of_kind(ShortCircuit) if r.site in switches for name in r.tensors}
+    cut = (*plan.of_kind(ShortCircuit), *plan.of_kind(StandIn))
+    by_site = {name for rewrite in cut if rewrite.site in switches for name in rewrite.tensors}
     by_site |= {name for site, name in _dropped(plan) if site in switches}
     erased, placeholders = erased_names(plan)
     gone = sorted(name for name in erased if name in by_site or _matches(name, pattern))
-    named = tuple(tensor for tensor in tensors if tensor.name in gone and tensor not in present)
+    named = tuple(t for t in tensors if t.name in gone and t not in present and t.name not in added)
     return _Site(pattern, tuple(gone), placeholders, switches, (*present, *named))
 
 
 def _gone_sites(plan: Plan) -> Iterator[str]:
     """Yield the modules that the plan takes out for good; a specialised config takes none."""
     yield from (rewrite.site for rewrite in plan.of_kind(ShortCircuit) if rewrite.stage == "erase")
+    yield from (rewrite.site for rewrite in plan.of_kind(StandIn))
     yield from dict.fromkeys(site for site, _ in _dropped(plan))
 
 

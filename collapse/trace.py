@@ -149,8 +149,11 @@ def cache_argument(model: PreTrainedModel) -> str | None:
     return next((name for name in CACHE_ARGUMENTS if name in parameters), None)
 
 
-def _grown_cache(model: PreTrainedModel, batch: int, length: int) -> Any:
-    """Run the model on meta tensors; under the exporter's patches a sliding layer keeps its whole past."""
+def grown_cache(model: PreTrainedModel, batch: int, length: int) -> Any:
+    """Run a model on meta tensors and return its cache, None where it has none.
+
+    Under the exporter's patches a sliding layer keeps its whole past.
+    """
     ids = torch.ones(batch, length, dtype=torch.long, device="meta")
     with apply_patches("dynamo"):
         output = model(input_ids=ids, use_cache=True)
@@ -161,7 +164,7 @@ def _grown_cache(model: PreTrainedModel, batch: int, length: int) -> Any:
 def _example_cache(model: PreTrainedModel, batch: int, past: int) -> tuple[str, Any]:
     """Return the argument's name and a cache of `past` tokens (0 is allowed), with meta tensors."""
     name = cache_argument(model)
-    cache = _grown_cache(model, batch, max(past, 1)) if name else None
+    cache = grown_cache(model, batch, max(past, 1)) if name else None
     if cache is None or name is None:
         return name or "", None
     if past == 0:
@@ -177,7 +180,7 @@ def _leaf_shapes(model: PreTrainedModel, name: str | None) -> list[CacheLeaf | N
     if not name:
         return []
     plain, wide, long = (
-        pytree.tree_leaves(_grown_cache(model, batch, length)) for batch, length in ((2, 8), (3, 8), (2, 9))
+        pytree.tree_leaves(grown_cache(model, batch, length)) for batch, length in ((2, 8), (3, 8), (2, 9))
     )
     return [_leaf_shape(*versions) for versions in zip(plain, wide, long, strict=True)]
 

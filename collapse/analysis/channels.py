@@ -18,6 +18,7 @@ from collapse.analysis.layers import edited_config, text_part
 from collapse.analysis.products import neurons_of, products_of
 from collapse.analysis.units import Channels, file_names
 from collapse.checkpoint import Checkpoint
+from collapse.models.rebuild import changed_config
 from collapse.plan import Evidence, IndexSet, Narrow, Skipped
 from collapse.program import Program
 from collapse.trace import meta_model
@@ -51,6 +52,53 @@ def narrow_channels(
             return (rewrites[0].model_copy(update={"config": edits}), *rewrites[1:])
     reason = f"no edit of the config gives every layer just its kept units ({_counts(chosen)})"
     return Skipped(pass_name=name, site=chosen[0][0].site, reason=reason)
+
+
+def narrow_sites(
+    kept: Sequence[tuple[Channels, Iterable[int]]],
+    program: Program,
+    config: PreTrainedConfig,
+    evidence: Evidence,
+    name: str,
+) -> tuple[Narrow, ...] | Skipped:
+    """Return the rewrites of pass `name` that keep the given units of each group of channels, or why not.
+
+    In the free layout every group may keep another number; one that keeps all has no rewrite. The fields of the config
+    are looked for with which the architecture builds the group's module, and that alone is taken of it, with just the
+    shapes of the rewrites.
+    """
+    found: list[Narrow] = []
+    for channels, units in kept:
+        rows = IndexSet.of(units)
+        if len(rows) == channels.size:
+            continue
+        rewrites = channels.narrows(rows, evidence, name)
+        fields = _local(channels, rows, rewrites, program, config)
+        if fields is None:
+            reason = f"no edit of the config gives the module just its kept units ({_counts([(channels, rows)])})"
+            return Skipped(pass_name=name, site=channels.site, reason=reason)
+        found += [rewrites[0].model_copy(update={"local": fields}), *rewrites[1:]]
+    return tuple(found)
+
+
+def _local(
+    channels: Channels, rows: IndexSet, rewrites: Sequence[Narrow], program: Program, config: PreTrainedConfig
+) -> dict[str, Any] | None:
+    part, _ = text_part(config)
+    if part is not config:  # the free layout is for models of text alone
+        return None
+    start = f"{channels.site}."
+    wanted = {path: shape for path, shape in narrowed_shapes(program, rewrites).items() if path.startswith(start)}
+    fixed = dict(channels.fixed)
+    counts = {now: each * len(rows) for now, each in channels.counts.items()}
+    for changed in config_changes(config, counts, frozenset(fixed)):
+        try:
+            state = meta_model(changed_config(config, fixed | changed)).state_dict()
+        except Exception:  # a config or model class may raise anything for values that do not fit
+            continue
+        if all(path in state and tuple(state[path].shape) == shape for path, shape in wanted.items()):
+            return fixed | changed
+    return None
 
 
 def narrowed_shapes(program: Program, rewrites: Iterable[Narrow]) -> dict[str, tuple[int, ...]]:

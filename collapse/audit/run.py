@@ -110,10 +110,11 @@ def _own(folder: Path) -> tuple[str, ...]:
 def _erased_by_name(plan: Plan, tensors: Mapping[str, TensorInfo]) -> Iterator[Finding]:
     """Names tell without the source: those that the source has for the tensors, since a plan may rename some."""
     gone, placeholders = erased_names(plan)
+    given = {output_name(plan, name) for name in plan_digests(plan)}
     for name, info in sorted(tensors.items()):
         original = source_name(plan, name)
         stands_in = original in placeholders and (info.dtype, info.shape) == (PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE)
-        if original in gone and not stands_in:
+        if original in gone and not stands_in and name not in given:
             what = f"{name}: the erased tensor is in the file"
             yield Finding(rule="tensor-erased", file=info.file, what=what, offset=info.start)
 
@@ -125,7 +126,7 @@ def _replaced_by_digest(folder: Path, plan: Plan, tensors: Mapping[str, TensorIn
         if name in tensors:
             yield from replaced_finding(folder, name, tensors[name], digest)
         else:
-            what = f"{name}: a tensor that the plan replaces is missing"
+            what = f"{name}: a tensor that the plan computes is missing"
             yield Finding(rule="tensor-missing", file=MANIFEST, what=what)
 
 

@@ -1,4 +1,4 @@
-"""The reference architecture; importing this package registers it with transformers' Auto classes."""
+"""The reference architecture and the free layout; importing them registers both with transformers' Auto classes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from collapse.models.adaptive_llama import (
     AdaptiveLlamaForCausalLM,
     AdaptiveLlamaModel,
 )
+from collapse.models.free import FreeConfig
 
+AutoConfig.register(FreeConfig.model_type, FreeConfig, exist_ok=True)
 AutoConfig.register(AdaptiveLlamaConfig.model_type, AdaptiveLlamaConfig, exist_ok=True)
 AutoModel.register(AdaptiveLlamaConfig, AdaptiveLlamaModel, exist_ok=True)
 AutoModelForCausalLM.register(AdaptiveLlamaConfig, AdaptiveLlamaForCausalLM, exist_ok=True)
 
-__all__ = ["AdaptiveLlamaConfig", "AdaptiveLlamaForCausalLM", "AdaptiveLlamaModel"]
+__all__ = ["AdaptiveLlamaConfig", "AdaptiveLlamaForCausalLM", "AdaptiveLlamaModel", "FreeConfig"]

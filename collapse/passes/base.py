@@ -17,7 +17,7 @@ from collapse.analysis.token_use import Samples
 from collapse.budget import Budget
 from collapse.checkpoint import Checkpoint
 from collapse.memory import release_memory
-from collapse.plan import Rewrite, Skipped, Stage
+from collapse.plan import Layout, Rewrite, Skipped, Stage
 from collapse.program import Program
 from collapse.schema import InputSchema
 from collapse.sequences import Sequences
@@ -45,6 +45,7 @@ class Context:
     threshold: float | None = None
     stage: Stage = "erase"
     placeholder: bool = False
+    layout: Layout = "native"
     budgets: tuple[Budget, ...] = ()
     progress: Progress = no_progress
 
@@ -99,7 +100,8 @@ class Proposal:
     """What a pass would do, and what it looked at and left.
 
     `values` has the computed data of every tensor that a `Replace` among the rewrites names, by the source's name, in
-    the source's dtype and the output's shape; `collapse.fingerprint.data_digest` gives the digests of the plan.
+    the source's dtype and the output's shape, and of every tensor that a `StandIn` or `AddBias` adds, by its prefix and
+    part; `collapse.fingerprint.data_digest` gives the digests of the plan.
     """
 
     rewrites: tuple[Rewrite, ...] = ()

@@ -10,7 +10,18 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 
 from collapse.canonical import dumps
 from collapse.errors import CollapseError
-from collapse.plan import Evidence, Grade, Plan, Record, Replace, Skipped, first_problem
+from collapse.plan import (
+    AddBias,
+    Evidence,
+    Grade,
+    Plan,
+    Record,
+    Replace,
+    Skipped,
+    StandIn,
+    first_problem,
+    is_free,
+)
 from collapse.report.folding import fold
 from collapse.report.speed import DecodeSpeed
 from collapse.schema import Workload
@@ -54,7 +65,8 @@ class Source(Record):
 class Applied(Record):
     """One rewrite of the plan, as the report shows it.
 
-    `replaced` are the tensors that it gives computed data; the field is there only where there are any.
+    `replaced` are the tensors that it gives computed data, added ones included; the field is there only where there
+    are any.
     """
 
     pass_name: str = Field(alias="pass")
@@ -200,8 +212,15 @@ def _applied(rewrite: Any) -> dict[str, Any]:
     return {
         "pass": rewrite.pass_name, "site": rewrite.site, "kind": rewrite.kind,
         "grade": rewrite.evidence.grade, "evidence": rewrite.evidence,
-        "replaced": tuple(rewrite.tensors) if isinstance(rewrite, Replace) else (),
+        "replaced": _computed(rewrite),
     }  # fmt: skip
+
+
+def _computed(rewrite: Any) -> tuple[str, ...]:
+    """Return the tensors that a rewrite gives computed data, by the source's names or, of added ones, such as those."""
+    if isinstance(rewrite, StandIn | AddBias):
+        return tuple(f"{rewrite.prefix}{part}" for part in sorted(rewrite.added))
+    return tuple(rewrite.tensors) if isinstance(rewrite, Replace) else ()
 
 
 def _verified(verdict: Verdict | None) -> Verified:
@@ -252,6 +271,9 @@ def notes(plan: Plan, before: Figures, after: Figures) -> tuple[str, ...]:
     replaced = sum(len(rewrite.tensors) for rewrite in plan.of_kind(Replace))
     if replaced:
         found.append(f"{replaced} replaced tensors have computed data: the model is another function than its source.")
+    if any(map(is_free, plan.rewrites)):
+        maps = len(plan.of_kind(StandIn))
+        found.append(f"The layout is free, with maps in place of {maps} modules: only `collapse.load` loads it.")
     measured = sum(1 for rewrite in plan.rewrites if rewrite.evidence.grade == "measured")
     if measured:
         found.append(f"{measured} of {len(plan.rewrites)} rewrites are graded measured, which promises nothing.")

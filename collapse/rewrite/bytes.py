@@ -46,7 +46,7 @@ class SourceReader:
 
     Files are read, never mapped: reading one that somebody cuts short is an error here, not a crash. `expected` are
     the tensors that will be asked for, in order; the disk is told of them ahead. Others can be asked for all the same.
-    Replaced tensors are read from `values`; without, asking for one raises `PlanError`.
+    Computed tensors are read from `values`; without, asking for one raises `PlanError`.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class SourceReader:
                 yield b"".join(self._read(stretch))
 
     def _pieces(self, tensor: OutputTensor) -> Iterator[Piece | bytes]:
-        if tensor.digest is None or tensor.source is None:
+        if tensor.values is None:
             yield from tensor.pieces()
         elif self._values is not None:
-            yield self._values.piece(tensor.source.name)
+            yield self._values.piece(tensor.values)
         else:
-            raise PlanError("the plan replaces the tensor, but no values are given", where=tensor.source.name)
+            raise PlanError("the plan computes the tensor, but no values are given", where=tensor.values)
 
     def _places(self, tensor: OutputTensor) -> Iterator[tuple[int, int, int]]:
         """Yield what is read of the source's files for a tensor, in order, as (descriptor, start, stop)."""

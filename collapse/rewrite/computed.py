@@ -13,9 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from collapse.errors import PlanError
-from collapse.plan import Plan
+from collapse.plan import Plan, Replace
 from collapse.program import Program
-from collapse.rewrite.values import Values, open_values, plan_digests
+from collapse.rewrite.free import added_names
+from collapse.rewrite.values import Values, open_values
 
 
 class Computed:
@@ -72,13 +73,22 @@ def replaced_weights(
     return found
 
 
+def added_weights(weights: Mapping[str, torch.Tensor], plan: Plan, values: Values | None) -> dict[str, torch.Tensor]:
+    """Return the tensors that the plan adds by the state-dict names that the rewritten graph has for them.
+
+    They have the dtype of `weights`. Raises `PlanError` where the values are not given.
+    """
+    dtype = next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32)
+    return {name: _read(values, origin).to(dtype, copy=True) for origin, name in added_names(plan).items()}
+
+
 def replaced_names(program: Program, plan: Plan) -> dict[str, str]:
     """Return the state-dict name of each tensor that the plan replaces, by the source's name in the files.
 
     Raises `PlanError` for tensors that transformers does not take one by one into the model.
     """
     found: dict[str, str] = {}
-    for origin in plan_digests(plan):
+    for origin in (name for rewrite in plan.of_kind(Replace) for name in rewrite.tensors):
         name, merged = program.naming.resolve(origin)
         if name is None or merged:
             reason = "it is only a part of a tensor of the model" if merged else "the model has no such tensor"
@@ -89,7 +99,7 @@ def replaced_names(program: Program, plan: Plan) -> dict[str, str]:
 
 def _read(values: Values | None, name: str) -> torch.Tensor:
     if values is None:
-        raise PlanError("the plan replaces the tensor, but no values are given", where=name)
+        raise PlanError("the plan computes the tensor, but no values are given", where=name)
     path, inside = values.place(name)
     with safe_open(path, framework="pt") as stream:
         tensor: torch.Tensor = stream.get_tensor(inside)

@@ -7,7 +7,9 @@ from typing import Any
 
 from collapse.config_paths import with_edits
 from collapse.errors import PlanError
+from collapse.free_layout import nested
 from collapse.plan import DropLayers, Plan, Reroot, Rewrite
+from collapse.rewrite.free import free_sites
 from collapse.rewrite.module_lists import with_modules
 
 
@@ -17,13 +19,15 @@ def config_edits(config: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     A part that is a number is the place in a list. Lists of modules in a quantization_config follow the names of the
     output. A config is re-rooted last. Raises `PlanError` where the object or
     the place in a list that an edit is about is not there; the last part may be a new field.
+    Where the plan needs the free layout, all of that becomes the base of a config that says so.
     """
     rooted = plan.of_kind(Reroot)
     renamed = with_modules(config, plan.of_kind(DropLayers), rooted)
     edited = _edited(renamed, [rewrite for rewrite in plan.rewrites if rewrite not in rooted])
     for rewrite in rooted:
         edited = _edited(_rooted(edited, rewrite), [rewrite])
-    return edited
+    sites = free_sites(plan)
+    return nested(edited, sites) if sites else edited
 
 
 def _rooted(config: Mapping[str, Any], rewrite: Reroot) -> dict[str, Any]:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from collapse.analysis.reachability import remove_dead_nodes
 from collapse.errors import PlanError
-from collapse.plan import DropLayers, Narrow, Plan, Rewrite, ShortCircuit
+from collapse.plan import AddBias, DropLayers, Narrow, Plan, Rewrite, ShortCircuit, StandIn
 from collapse.program import Program
-from collapse.rewrite.blocks import drop_blocks, inside_of, leaving_values, passed_in
+from collapse.rewrite.blocks import drop_blocks
 from collapse.rewrite.channels import experts_of, is_channels, narrow_channels
-from collapse.rewrite.computed import replaced_names, replaced_weights
+from collapse.rewrite.computed import added_weights, replaced_names, replaced_weights
 from collapse.rewrite.copying import copy_graph
-from collapse.rewrite.leaves import drop_leaves, leaves_of
+from collapse.rewrite.leaves import drop_leaves
+from collapse.rewrite.short_circuit import short_circuit
 from collapse.rewrite.specialise import specialise
+from collapse.rewrite.stand_in import add_bias, add_placeholders, stand_in
 from collapse.rewrite.values import Values
-
-aten = torch.ops.aten
 
 
 def rewrite_program(
@@ -45,8 +43,12 @@ def rewrite_program(
     for rewrite in plan.of_kind(Narrow):
         if rewrite.relabels != "channels":
             _narrow_placeholders(graph.graph, program, rewrite, shapes)
+    program = add_placeholders(graph.graph, program, plan, shapes)
     leaves = {leaf: rewrite.site for rewrite in plan.rewrites for leaf in _cut_out(graph.graph, program, rewrite)}
     cache = drop_leaves(graph.graph, program, leaves)
+    if plan.layout == "free" and leaves and not cache:
+        reason = "no attention would stay to tell how many tokens were seen"
+        raise PlanError(reason, where=next(iter(leaves.values())), fix="keep one")
     remove_dead_nodes(graph.graph, keep=_user_inputs(program))
     graph.recompile()
     outputs = ("logits", *(f"cache.{number}" for number in range(len(cache))))
@@ -73,6 +75,10 @@ def _cut_out(graph: fx.Graph, program: Program, rewrite: Rewrite) -> tuple[int, 
         return drop_blocks(graph, program, rewrite)
     if isinstance(rewrite, ShortCircuit) and rewrite.stage != "fuse":
         return short_circuit(graph, program, rewrite)
+    if isinstance(rewrite, StandIn):
+        return stand_in(graph, program, rewrite)
+    if isinstance(rewrite, AddBias):
+        add_bias(graph, program, rewrite)
     return ()
 
 
@@ -85,11 +91,11 @@ def rewrite_weights(
     values: Values | None = None,
     graph_edits: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Return what the collapsed program reads: `weights` with the rows that the plan keeps, and replaced tensors.
+    """Return what the collapsed program reads: `weights` with the rows that the plan keeps, and computed tensors.
 
-    Replaced tensors come from `values`, whose digests are not looked at here; without, a plan with such raises
-    `PlanError`. With `graph_edits` also the folded values, and nothing that the specialised program does not read.
-    Tensors that no rewrite narrows or replaces are shared with `weights`, not copied.
+    Replaced and added tensors come from `values`, whose digests are not looked at here; without, a plan with such
+    raises `PlanError`. With `graph_edits` also the folded values, and nothing that the specialised program does not
+    read. Tensors that no rewrite narrows or replaces are shared with `weights`, not copied.
     """
     result = dict(weights)
     for rewrite in plan.rewrites:
@@ -103,6 +109,7 @@ def rewrite_weights(
                 sliced[id(source)] = source.index_select(dim, kept)
             result[name] = sliced[id(source)]
     result |= replaced_weights(program, result, plan, values)
+    result |= added_weights(weights, plan, values)
     return specialise(rewrite_program(program, plan, config), plan).weights(result) if graph_edits else result
 
 
@@ -122,92 +129,6 @@ def _narrowed(program: Program, rewrite: Narrow | DropLayers) -> list[tuple[str,
             raise PlanError("is only a part of a tensor of the model, whose axes are others", where=axis.tensor)
         found.update((alias, axis.dim) for alias in program.aliases(name))
     return sorted(found)
-
-
-def short_circuit(graph: fx.Graph, program: Program, rewrite: ShortCircuit) -> tuple[int, ...]:
-    """Replace the one tensor that others read of `rewrite.site` by zero, by the module's input, or by a constant.
-
-    Returns the cache entries that only this module writes, which go with it. Raises `PlanError` where other modules
-    read several values of it, cache entries included.
-    """
-    inside = inside_of(graph, rewrite.site)
-    leaves = leaves_of(graph, program, inside)
-    leaving = leaving_values(graph, inside)
-    if len(leaving) != 1:
-        found = "is not in the graph" if not leaving else f"gives {len(leaving)} values, not one"
-        raise PlanError(f"the module {found}", where=rewrite.site, fix="trace the model and look at its modules")
-    node = leaving[0]
-    if rewrite.by == "identity":
-        node.replace_all_uses_with(passed_in(graph, inside, node, rewrite.site))
-        return leaves
-    if rewrite.by == "zero":
-        _skip_additions(node)
-    if node.users:
-        with graph.inserting_before(node):
-            node.replace_all_uses_with(_constant(graph, node, rewrite))
-    return leaves
-
-
-def _skip_additions(node: fx.Node) -> None:
-    """Turn `x + 0` into `x`, where the sum has the shape and dtype of `x`."""
-    for user in list(node.users):
-        if user.target is not aten.add.Tensor or user.kwargs.get("alpha", 1) != 1 or len(user.all_input_nodes) != 2:
-            continue
-        other = next(argument for argument in user.all_input_nodes if argument is not node)
-        left, right = other.meta["val"], user.meta["val"]
-        if left.shape == right.shape and left.dtype == right.dtype:
-            user.replace_all_uses_with(other)
-
-
-def _constant(graph: fx.Graph, node: fx.Node, rewrite: ShortCircuit) -> fx.Node:
-    """Build a tensor of the node's shape filled with zero or the constant, from sizes that enter the graph."""
-    value = node.meta["val"]
-    sizes = [_size(graph, size) for size in value.shape]
-    options = {"dtype": value.dtype, "device": torch.device("cpu")}
-    if rewrite.by == "zero" or rewrite.constant is None:
-        filled = graph.call_function(aten.full.default, (sizes, 0.0), options)
-    else:
-        row = graph.call_function(torch.tensor, (list(rewrite.constant),), options)
-        tail = sizes[2:]
-        filled = graph.call_function(
-            aten.expand.default, (graph.call_function(aten.reshape.default, (row, tail)), sizes)
-        )
-    filled.meta["val"] = value
-    return filled
-
-
-def _size(graph: fx.Graph, size: int | torch.SymInt) -> Any:
-    """Return a node that computes a symbolic size from the sizes of the graph's inputs."""
-    if not isinstance(size, torch.SymInt):
-        return int(size)
-    return _expression(graph, size.node.expr)
-
-
-def _expression(graph: fx.Graph, expression: sympy.Expr) -> Any:
-    if expression.is_Integer:
-        return int(expression)
-    if expression.is_Symbol:
-        return _symbol(graph, expression)
-    combine = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(expression.func)
-    if combine is None:
-        raise PlanError(f"a size of the form {expression} cannot be rebuilt")
-    total = _expression(graph, expression.args[0])
-    for argument in expression.args[1:]:
-        part = _expression(graph, argument)
-        both_known = isinstance(total, int) and isinstance(part, int)
-        total = combine(total, part) if both_known else graph.call_function(combine, (total, part))
-    return total
-
-
-def _symbol(graph: fx.Graph, symbol: sympy.Symbol) -> fx.Node:
-    for node in graph.nodes:
-        value = node.meta.get("val")
-        if node.op != "placeholder" or not isinstance(value, torch.Tensor):
-            continue
-        for dim, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt) and size.node.expr == symbol:
-                return graph.call_function(aten.sym_size.int, (node, dim))
-    raise PlanError(f"no input of the graph has the size {symbol}")
 
 
 def _narrow_placeholders(

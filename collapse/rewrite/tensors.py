@@ -15,8 +15,9 @@ from math import prod
 
 from collapse.checkpoint import DTYPE_BITS, Checkpoint, TensorInfo
 from collapse.errors import PlanError
-from collapse.plan import DropLayers, Erase, IndexSet, Narrow, Plan, Reroot, ShortCircuit
+from collapse.plan import DropLayers, Erase, IndexSet, Narrow, Plan, Reroot, ShortCircuit, StandIn, is_free
 from collapse.rewrite.config import config_edits
+from collapse.rewrite.free import added_tensors
 from collapse.rewrite.module_lists import require_modules
 from collapse.rewrite.quantised import narrow_rows, require_whole_groups
 from collapse.rewrite.replaced import replaced_digests
@@ -38,9 +39,10 @@ class Piece:
 class OutputTensor:
     """One tensor of the output.
 
-    `source` is the tensor that it is cut from, None for a placeholder; `kept` maps a narrowed dimension to the
-    rows that stay. A replaced tensor has the source's name and dtype but none of its bytes: `digest` is the SHA-256
-    (hex) of its data, and no row is `kept`.
+    `source` is the tensor that it is cut from, None for a placeholder and for an added one; `kept` maps a narrowed
+    dimension to the rows that stay. A replaced tensor has the source's name and dtype but none of its bytes: `digest`
+    is the SHA-256 (hex) of its data, as it is of an added one, `values` its name in the values file, and no row is
+    `kept`.
     """
 
     name: str
@@ -49,6 +51,7 @@ class OutputTensor:
     source: TensorInfo | None
     kept: Mapping[int, IndexSet] = field(default_factory=dict)
     digest: str | None = None
+    values: str | None = None
 
     @property
     def numel(self) -> int:
@@ -63,14 +66,14 @@ class OutputTensor:
     @property
     def is_placeholder(self) -> bool:
         """Whether the tensor only stands in for one that is gone."""
-        return self.source is None
+        return self.source is None and self.digest is None
 
     def pieces(self) -> Iterator[Piece | bytes]:
         """Yield what the data consists of, in order: ranges of the source, or literal bytes.
 
-        Of a replaced tensor that is nothing: its bytes are in a values file.
+        Of a replaced or added tensor that is nothing: its bytes are in a values file.
         """
-        if self.source is None:
+        if self.is_placeholder:
             yield PLACEHOLDER
         if self.source is None or self.digest is not None:
             return
@@ -80,7 +83,7 @@ class OutputTensor:
 
 
 def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ...]:
-    """Return every tensor of the output, in the source's order.
+    """Return every tensor of the output, in the source's order, then those that the plan adds.
 
     Raises `PlanError` where the plan does not fit the checkpoint.
     """
@@ -92,13 +95,18 @@ def output_tensors(checkpoint: Checkpoint, plan: Plan) -> tuple[OutputTensor, ..
         if name in erased - dropped:  # rows are narrowed in every layer, also in one that goes as a whole
             raise PlanError(f"tensor {name} is both erased and narrowed", where="plan", fix="make a new plan")
     replaced = replaced_digests(checkpoint, plan, erased)
-    found = tuple(
+    survivors = tuple(
         _output(info, output_name(plan, name), narrowed.get(name, {}), name in placeholders, replaced.get(name))
         for name, info in checkpoint.tensors.items()
         if name not in erased or name in placeholders
     )
+    added = tuple(
+        OutputTensor(output_name(plan, name), tensor.dtype, tensor.shape, None, {}, tensor.sha256, name)
+        for name, tensor in added_tensors(plan).items()
+    )
+    found = (*survivors, *added)
     _require_distinct(found)
-    names = {tensor.source.name: tensor.name for tensor in found if tensor.source is not None}
+    names = {tensor.source.name: tensor.name for tensor in survivors if tensor.source is not None}
     edited = config_edits(checkpoint.config, plan) if checkpoint.quantisation else {}
     require_modules(checkpoint, edited, names, plan.of_kind(DropLayers), plan.of_kind(Reroot))
     _require_even(found, plan)
@@ -147,7 +155,10 @@ def _renumbered(dropped: DropLayers, name: str) -> tuple[int, int, str]:
 def erased_names(plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of the tensors that the plan takes out of the file, and of those that leave a placeholder."""
     erased = {
-        name for kind in (Erase, DropLayers, Reroot) for rewrite in plan.of_kind(kind) for name in rewrite.tensors
+        name
+        for kind in (Erase, DropLayers, Reroot, StandIn)
+        for rewrite in plan.of_kind(kind)
+        for name in rewrite.tensors
     }
     shorted = [rewrite for rewrite in plan.of_kind(ShortCircuit) if rewrite.stage == "erase"]
     erased |= {name for rewrite in shorted for name in rewrite.tensors}
@@ -170,18 +181,35 @@ def _output(
         return OutputTensor(name, PLACEHOLDER_DTYPE, PLACEHOLDER_SHAPE, None)
     shape = tuple(len(kept[dim]) if dim in kept else size for dim, size in enumerate(info.shape))
     _require_whole_bytes(info, kept)
-    return OutputTensor(name, info.dtype, shape, info, kept if digest is None else {}, digest)
+    if digest is not None:
+        return OutputTensor(name, info.dtype, shape, info, {}, digest, info.name)
+    return OutputTensor(name, info.dtype, shape, info, kept)
 
 
 def _erased(checkpoint: Checkpoint, plan: Plan) -> tuple[frozenset[str], frozenset[str]]:
     token_narrow(plan)
-    for kind in (Erase, ShortCircuit, DropLayers, Reroot):
+    for kind in (Erase, ShortCircuit, DropLayers, Reroot, StandIn):
         for rewrite in plan.of_kind(kind):
             for name in rewrite.tensors:
                 _require_tensor(checkpoint, name, rewrite.site)
+    _require_plain(checkpoint, plan)
     for dropped in plan.of_kind(DropLayers):
         _require_whole_blocks(checkpoint, dropped)
     return erased_names(plan)
+
+
+def _require_plain(checkpoint: Checkpoint, plan: Plan) -> None:
+    """Refuse the free layout of quantised weights, and maps in place of modules that would leave tensors behind."""
+    free = [rewrite for rewrite in plan.rewrites if is_free(rewrite)]
+    if free and checkpoint.quantisation is not None:
+        raise PlanError("a quantised model has no free layout", where=free[0].site, fix="plan with --layout native")
+    gone = erased_names(plan)[0]
+    for rewrite in plan.of_kind(StandIn):
+        left = [name for name in checkpoint.tensors if name.startswith(rewrite.prefix) and name not in gone]
+        strange = [name for name in rewrite.tensors if not name.startswith(rewrite.prefix)]
+        for name in (*left, *strange):
+            reason = "belongs to the module and stays" if name in left else "goes, but does not belong to the module"
+            raise PlanError(f"the tensor {name} {reason}", where=rewrite.site, fix="make a new plan")
 
 
 def _require_whole_blocks(checkpoint: Checkpoint, dropped: DropLayers) -> None:
@@ -206,14 +234,17 @@ def _require_distinct(tensors: Sequence[OutputTensor]) -> None:
 def _require_even(tensors: Sequence[OutputTensor], plan: Plan) -> None:
     """Refuse counts that differ between layers that were alike: no config of plain transformers can say so.
 
-    A rewrite whose config edits lead into a list, an element for each layer, says it.
+    A rewrite whose config edits lead into a list, an element for each layer, says it; so does the free layout, where a
+    module has fields of its own.
     """
     for dropped in plan.of_kind(DropLayers):
         counts = {(other.size, len(other.kept)) for other in plan.of_kind(DropLayers) if _alike(other, dropped)}
         whole = {_list_of(dropped, tensor.name) for tensor in tensors} - {None, dropped.prefix}
         if len(counts) > 1 or whole - {other.prefix for other in plan.of_kind(DropLayers)}:
             raise PlanError("the lists of other layers keep another number", where=dropped.site, fix="make a new plan")
-    listed = {axis.tensor for rewrite in plan.of_kind(Narrow) if _by_layer(rewrite) for axis in rewrite.axes}
+    local = {rewrite.site for rewrite in plan.of_kind(Narrow) if rewrite.local}
+    said = [rewrite for rewrite in plan.of_kind(Narrow) if rewrite.site in local or _by_layer(rewrite)]
+    listed = {axis.tensor for rewrite in said for axis in rewrite.axes}
     shapes: dict[tuple[str, tuple[int, ...]], OutputTensor] = {}
     for tensor in tensors:
         if tensor.source is None or tensor.source.name in listed:

@@ -16,6 +16,7 @@ from collapse.canonical import CHUNK
 from collapse.checkpoint import TensorInfo, read_header
 from collapse.errors import CheckpointError, PlanError
 from collapse.plan import Plan, Replace
+from collapse.rewrite.free import added_tensors
 from collapse.rewrite.layout import header, stored
 from collapse.rewrite.tensors import OutputTensor, Piece, output_name
 
@@ -50,7 +51,7 @@ class Values:
 
     def _info(self, name: str) -> TensorInfo:
         if name not in self.tensors:
-            raise PlanError("no values are given for the tensor, which the plan replaces", where=name, fix=AGAIN)
+            raise PlanError("no values are given for the tensor, which the plan computes", where=name, fix=AGAIN)
         return self.tensors[name]
 
 
@@ -92,7 +93,7 @@ def values_path(plan_path: Path) -> Path:
 
 
 def save_plan(plan: Plan, values: Values | None, path: Path) -> None:
-    """Write `plan` to `path` and, where it replaces tensors, their values beside it.
+    """Write `plan` to `path` and, where it computes tensors, their values beside it.
 
     Raises `PlanError`, before anything is written, where `values` are not those of the plan.
     """
@@ -120,7 +121,7 @@ def _write(path: Path, values: Values, names: Iterable[str]) -> None:
 
 
 def load_values(plan: Plan, path: Path) -> Values | None:
-    """Return the values of the plan at `path`; None where it replaces nothing, and no file is looked for.
+    """Return the values of the plan at `path`; None where it computes nothing, and no file is looked for.
 
     Raises `PlanError` where the file is missing or damaged, has a tensor too many or too few, or other data.
     """
@@ -130,34 +131,38 @@ def load_values(plan: Plan, path: Path) -> Values | None:
     place = values_path(path)
     values = open_values(place)
     for name in sorted(values.tensors.keys() - digests.keys()):
-        raise PlanError(f"has a tensor {name}, which the plan does not replace", where=str(place), fix=AGAIN)
+        raise PlanError(f"has a tensor {name}, which the plan does not compute", where=str(place), fix=AGAIN)
     require_digests(values, digests)
     return values
 
 
 def values_of(output: Path, tensors: Iterable[TensorInfo], plan: Plan) -> Values:
-    """Return the replaced ones among the `tensors` of an output directory; whether their data are right is not said."""
+    """Return the computed ones among the `tensors` of an output directory; whether their data are right is not said."""
     places = {info.name: info for info in tensors}
     names = ((name, output_name(plan, name)) for name in plan_digests(plan))
     return Values(output.absolute(), {name: places[new] for name, new in names if new in places})
 
 
 def plan_digests(plan: Plan) -> dict[str, str]:
-    """Return the SHA-256 (hex) of the new data of every tensor that the plan replaces, by the source's name."""
-    return {name: digest for rewrite in plan.of_kind(Replace) for name, digest in rewrite.tensors.items()}
+    """Return the SHA-256 (hex) of the data of every tensor that the plan replaces or adds, by its name in the values.
+
+    That of a replaced one is the source's. Raises `PlanError` for a tensor that is added twice.
+    """
+    replaced = {name: digest for rewrite in plan.of_kind(Replace) for name, digest in rewrite.tensors.items()}
+    return replaced | {name: added.sha256 for name, added in added_tensors(plan).items()}
 
 
 def require_values(expected: Sequence[OutputTensor], values: Values | None) -> None:
-    """Raise `PlanError` where a replaced tensor of the output has no values, or ones of another form or digest."""
+    """Raise `PlanError` where a computed tensor of the output has no values, or ones of another form or digest."""
     digests: dict[str, str] = {}
     for tensor in expected:
-        if tensor.source is None or tensor.digest is None:
+        if tensor.values is None or tensor.digest is None:
             continue
-        digests[tensor.source.name] = tensor.digest
-        found = values.tensors.get(tensor.source.name) if values else None
+        digests[tensor.values] = tensor.digest
+        found = values.tensors.get(tensor.values) if values else None
         if found is not None and (found.dtype, found.shape) != (tensor.dtype, tensor.shape):
             wrong = f"the values are {found.dtype} {list(found.shape)}, the output needs {tensor.dtype}"
-            raise PlanError(f"{wrong} {list(tensor.shape)}", where=tensor.source.name, fix=AGAIN)
+            raise PlanError(f"{wrong} {list(tensor.shape)}", where=tensor.values, fix=AGAIN)
     require_digests(values, digests)
 
 
@@ -165,7 +170,7 @@ def require_digests(values: Values | None, digests: Mapping[str, str]) -> None:
     """Raise `PlanError` where the values of a tensor are missing, or other data than those of the plan."""
     for name, digest in digests.items():
         if values is None:
-            raise PlanError("the plan replaces the tensor, but no values are given", where=name, fix=AGAIN)
+            raise PlanError("the plan computes the tensor, but no values are given", where=name, fix=AGAIN)
         found = values.digest(name)
         if found != digest:
             wrong = f"the values have the SHA-256 {found[:12]}, the plan says {digest[:12]}"

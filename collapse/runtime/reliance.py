@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from collapse.plan import DropLayers, Narrow, Plan, Reroot, ShortCircuit, Specialise
+from collapse.plan import AddBias, DropLayers, Narrow, Plan, Reroot, ShortCircuit, Specialise, StandIn
 
 Clause = Literal["max_tokens", "tokens", "modality", "padding"]
 CLAUSES: tuple[Clause, ...] = ("max_tokens", "tokens", "modality", "padding")
@@ -50,7 +50,7 @@ def _sampled(plan: Plan) -> Iterator[tuple[Clause, str]]:
     leaning = (
         rewrite
         for rewrite in plan.rewrites
-        if isinstance(rewrite, ShortCircuit | DropLayers)
+        if isinstance(rewrite, ShortCircuit | DropLayers | StandIn | AddBias)
         or (isinstance(rewrite, Narrow) and rewrite.relabels == "channels")
     )
     counts = Counter((r.pass_name, r.evidence.grade) for r in leaning if r.evidence.grade != "proved")

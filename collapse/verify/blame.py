@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
@@ -18,8 +19,9 @@ from collapse.auto import auto_class
 from collapse.checkpoint import Checkpoint
 from collapse.erase import CONFIG, side_files
 from collapse.errors import CollapseError
+from collapse.free_layout import BASE, SITES, is_free_config
 from collapse.naming import Naming, naming_of
-from collapse.plan import Narrow, Plan, Replace, Rewrite
+from collapse.plan import AddBias, Narrow, Plan, Replace, Rewrite, StandIn
 from collapse.program import Program
 from collapse.rewrite.channels import is_channels
 from collapse.rewrite.config import config_edits
@@ -54,7 +56,7 @@ def blame(
         weights: what it reads, by state-dict name, in fp32.
     """
     values = values_of(output, read_tensors(output)[0].values(), plan)
-    exact = plan if says_of_source(plan) and not plan.of_kind(Replace) else exact_part(plan)
+    exact = plan if says_of_source(plan) and not plan_digests(plan) else exact_part(plan)
     for found in (
         _other_values(plan, values),
         _alone(exact, ids, program, weights),
@@ -79,7 +81,8 @@ def _other_values(plan: Plan, values: Values) -> Iterator[Blamed]:
 
 def _too_far(plan: Plan) -> Iterator[Blamed]:
     """Yield the computed weights whose evidence bounds the distance to the source, where nothing else is wrong."""
-    for rewrite in plan.of_kind(Replace) if says_of_source(plan) else ():
+    computed = [one for one in plan.rewrites if isinstance(one, Replace | StandIn | AddBias)]
+    for rewrite in computed if says_of_source(plan) else ():
         yield _blamed(rewrite, "the output is farther from the source than the evidence allows")
 
 
@@ -233,11 +236,19 @@ def _touches(rewrite: Rewrite, name: str) -> bool:
 def _config_file(output: Path, source: Checkpoint, plan: Plan) -> Iterator[Blamed]:
     """Yield the fields of the output's config.json that plan and source make otherwise."""
     raw = side_files(source, plan)[CONFIG]
-    wanted, there = (dict(source.config) if raw is None else json.loads(raw)), read_json(output / CONFIG)
+    wanted, there = map(_by_field, (source.config if raw is None else json.loads(raw), read_json(output / CONFIG)))
     for field in sorted(wanted.keys() | there.keys()):
         if wanted.get(field) != there.get(field):
             reason = f"{field} is {there.get(field)}, plan and source make it {wanted.get(field)}"
             yield Blamed(pass_name="writer", site=f"{CONFIG}: {field}", reason=reason)
+
+
+def _by_field(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json; of one of a free layout those of its base, and each entry of its sites."""
+    if not is_free_config(config):
+        return dict(config)
+    sites = {f"{SITES}.{number}": entry for number, entry in enumerate(config.get(SITES, ()))}
+    return {**config.get(BASE, {}), **sites}
 
 
 def _configs(

@@ -15,7 +15,7 @@ import torch
 
 from collapse.analysis.ties import config_as_loaded
 from collapse.checkpoint import Checkpoint
-from collapse.plan import DropLayers, Narrow, Plan, Replace, Rewrite
+from collapse.plan import AddBias, DropLayers, Narrow, Plan, Replace, Rewrite, StandIn
 from collapse.program import Program
 from collapse.progress import Stopwatch
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
@@ -49,14 +49,14 @@ def says_of_source(plan: Plan) -> bool:
 
 
 def _changes(rewrite: Rewrite) -> bool:
-    """Whether a rewrite makes another function: computed weights, or the loss of blocks or channels that were read.
+    """Whether a rewrite makes another function: computed weights, or the loss of blocks, modules or channels.
 
     A cut of the vocabulary leaves the logits of kept ids as they are, whatever its grade is about.
     """
     if rewrite.evidence.grade == "proved" or "tolerance" in rewrite.evidence.figures:
         return False
     channels = isinstance(rewrite, Narrow) and rewrite.relabels == "channels"
-    return channels or isinstance(rewrite, Replace | DropLayers)
+    return channels or isinstance(rewrite, Replace | DropLayers | StandIn | AddBias)
 
 
 def exact_part(plan: Plan) -> Plan:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from collapse.checkpoint import Checkpoint
+from collapse.free_layout import BASE, is_free_config
 from collapse.plan import Plan, Reroot
 from collapse.rewrite.tensors import token_narrow
 from collapse.token_ids import ID_FILES, ids_in, vocab_size
@@ -38,7 +39,8 @@ def _ids(path: Path, rows: int) -> dict[str, list[int]]:
     """Return the ids of every field of a JSON file, in their order; empty where there is no such file."""
     found: dict[str, list[int]] = {}
     if path.is_file():
-        for field, number in ids_in(json.loads(path.read_bytes()), rows):
+        values = json.loads(path.read_bytes())
+        for field, number in ids_in(values[BASE] if is_free_config(values) else values, rows):
             found.setdefault(field, []).append(number)
     return found
 
