@@ -46,6 +46,7 @@ class Context:
     stage: Stage = "erase"
     placeholder: bool = False
     budgets: tuple[Budget, ...] = ()
+    protected: tuple[str, ...] = ()
     progress: Progress = no_progress
 
     @cached_property

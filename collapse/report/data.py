@@ -250,6 +250,7 @@ def notes(plan: Plan, before: Figures, after: Figures) -> tuple[str, ...]:
     replaced = sum(len(rewrite.tensors) for rewrite in plan.of_kind(Replace))
     if replaced:
         found.append(f"{replaced} replaced tensors have computed data: the model is another function than its source.")
+    found += [f"Not healed: {item.reason}." for item in plan.skipped if item.pass_name == "heal"]
     measured = sum(1 for rewrite in plan.rewrites if rewrite.evidence.grade == "measured")
     if measured:
         found.append(f"{measured} of {len(plan.rewrites)} rewrites are graded measured, which promises nothing.")
