@@ -39,7 +39,7 @@ class Settings:
     length: int = 256
     hidden: float = 0.1
     temperature: float = 1.0
-    protect_rate: float = 1.0
+    protect_rate: float = 0.3
     clip: float = 1.0
     checks: int = 3
     seed: int = 0
