@@ -190,7 +190,10 @@ def test_what_decides_is_not_trained_on() -> None:
     assert texts.check.flatten().tolist() == [8, 25, 41, 58, 75, 91]
     assert sorted([*texts.train.flatten().tolist(), *texts.check.flatten().tolist()]) == list(range(100))
     assert (len(texts.protect), texts.protect_check.tolist()) == (6, [[3]])
-    assert [len(part) for part in (divide(torch.arange(1000)[:, None], NONE).check, divide(NONE, NONE).train)] == [16, 0]
+    assert [len(part) for part in (divide(torch.arange(1000)[:, None], NONE).check, divide(NONE, NONE).train)] == [
+        16,
+        0,
+    ]
 
 
 def test_the_rate_rises_and_falls_to_a_tenth() -> None:

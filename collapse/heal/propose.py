@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -93,17 +93,24 @@ class _Task:
 def _task(context: Context, plan: Plan, values: Values | None, settings: Settings) -> _Task:
     checkpoint = context.checkpoint
     encode = encoder_of(checkpoint, plan)
-    length = min(settings.length, longest_allowed(checkpoint.config, context.schema) or settings.length)
-    drawn = windows(context.texts.calibration, encode, length, settings.steps * settings.rows + MOST_CHECKED)
-    held_out = starts(context.texts.held_out, encode, min(WINDOW, length), HELD_OUT)
-    if len(drawn) < 2 or not len(held_out):
-        what = f"there is no text of {length} tokens in both parts of the corpus to heal with"
-        raise UnsupportedError(what, where="--heal", fix="give a larger --corpus")
+    longest = longest_allowed(checkpoint.config, context.schema) or settings.length
+    settings = replace(settings, length=min(settings.length, longest))
+    length, count = settings.length, settings.steps * settings.rows
+    drawn = enough(windows(context.texts.calibration, encode, length, count + MOST_CHECKED), "--heal")
+    held_out = enough(starts(context.texts.held_out, encode, min(WINDOW, length), HELD_OUT), "--heal")
     protected = starts(context.protected, encode, length, settings.steps + MOST_CHECKED)
-    if context.protected and len(protected) < 2:
-        raise UnsupportedError(f"is less than two windows of {length} tokens", where="--protect", fix="give more text")
+    if context.protected:
+        enough(protected, "--protect")
     pair, names = _models(context, plan, values, settings)
     return _Task(context, plan, pair, names, settings, drawn, protected, held_out)
+
+
+def enough(found: Tensor, option: str) -> Tensor:
+    """Return the windows if there are two or more: some train, others decide; raises `UnsupportedError` otherwise."""
+    if len(found) < 2:
+        reason = f"the text is less than two windows of {found.shape[1]} tokens"
+        raise UnsupportedError(reason, where=option, fix="give more of it")
+    return found
 
 
 def _models(context: Context, plan: Plan, values: Values | None, settings: Settings) -> tuple[Pair, Names]:
