@@ -1,4 +1,4 @@
-"""Healing within a run: into the plan, the files, the verification and the audit; and where there is nothing to heal."""
+"""Healing within a run: in the plan, the files, verification and audit; and where there is nothing to heal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from collapse import Options, export
@@ -18,7 +19,7 @@ from collapse.checkpoint import Checkpoint
 from collapse.errors import PlanError, UnsupportedError
 from collapse.heal.propose import _tries, enough, heal_plan
 from collapse.heal.settings import Settings
-from collapse.heal.texts import encoder_of, windows
+from collapse.heal.texts import PIECE, encoder_of, windows
 from collapse.heal.touched import costly_rewrites, touched, trainable
 from collapse.manifest import load_manifest
 from collapse.pipeline import Result, make_plan
@@ -73,7 +74,7 @@ def test_the_output_is_verified_and_audited_and_its_blocks_beside_the_gap_are_ot
     plan = load_manifest(result.output).plan
     (drop,) = [one for one in plan.rewrites if one.kind == "drop-layers"]
     kept = list(drop.kept)
-    beside = {n for n in kept if n - 1 not in kept and n > 0 or n + 1 not in kept and n < 3}
+    beside = {n for n in kept if (n - 1 not in kept and n > 0) or (n + 1 not in kept and n < 3)}
     found = healing_of(plan)
     assert {int(name.split(".")[2]) for name in found.tensors} == beside
     assert len(found.tensors) == 9 * len(beside), "seven projections and two norms of each"
@@ -133,7 +134,7 @@ def test_budgets_of_losses_are_certified_of_the_healed_model_and_protected_text_
     plan = make_plan(source, LOG, replace(CERTIFIED, protect=(prose,))).plan
     (drop,) = [one for one in plan.rewrites if one.kind == "drop-layers"]
     evidence, rank = healing_of(plan).evidence, drop.evidence.figures["rank"]
-    assert evidence.figures["tries"] == rank * (rank + 1) == _tries(plan)
+    assert evidence.figures["tries"] == rank * (rank + 1)
     assert evidence.figures["kl_estimate"] == pytest.approx(evidence.figures["held_out_kl"])
     assert evidence.grade == ("certified" if evidence.figures["kl_at_most"] <= 0.45 else "measured")
     assert evidence.claim.startswith("healed, the model loses on average over text like the held-out sequences")
@@ -229,8 +230,13 @@ def test_text_is_read_with_the_ids_that_stay(source: Path, result: Result) -> No
     read = encoder_of(checkpoint, result.plan)(text)
     assert tuple(kept[token] for token in read) == encoder(checkpoint)(text)
     assert encoder_of(checkpoint, plan_for(checkpoint))(text) == encoder(checkpoint)(text)
-    prose = encoder_of(checkpoint, result.plan)("whereupon the gentlemen withdrew")
-    assert max(prose) < len(kept) and len(prose) > len(encoder(checkpoint)("whereupon the gentlemen withdrew"))
+    strings = Tokenizer.from_file(str(source / "tokenizer.json")).get_vocab()
+    gone = next(
+        word for word, number in sorted(strings.items()) if number not in kept and word.isalpha() and len(word) > 4
+    )
+    word = gone.replace("\u0120", " ")
+    assert not set(encoder(checkpoint)(word)) <= set(kept)
+    assert len(encoder_of(checkpoint, result.plan)(word)) > 1
 
 
 def test_windows_follow_each_other_and_each_begins_as_a_text_does() -> None:
@@ -241,4 +247,6 @@ def test_windows_follow_each_other_and_each_begins_as_a_text_does() -> None:
     assert found.tolist() == [[99, 97, 98, 99], [99, 100, 101, 102], [99, 103, 104, 105]]
     assert windows(["abcd", "efgh", "ij"], encode, 4, 2).tolist() == [found[0].tolist(), found[1].tolist()]
     assert windows(["abcdefg"], lambda text: tuple(map(ord, text)), 3, 9).tolist() == [[97, 98, 99], [100, 101, 102]]
+    long = windows(["x" * PIECE] * 9, encode, 1 << 14, 3)
+    assert long.shape == (3, 1 << 14), "of more pieces of text than windows some are not read"
     assert windows(["ab"], encode, 8, 10).shape == (0, 8)

@@ -98,7 +98,7 @@ def _task(context: Context, plan: Plan, values: Values | None, settings: Setting
     length, count = settings.length, settings.steps * settings.rows
     drawn = enough(windows(context.texts.calibration, encode, length, count + MOST_CHECKED), "--heal")
     held_out = enough(starts(context.texts.held_out, encode, min(WINDOW, length), HELD_OUT), "--heal")
-    protected = starts(context.protected, encode, length, settings.steps + MOST_CHECKED)
+    protected = windows(context.protected, encode, length, settings.steps + MOST_CHECKED)
     if context.protected:
         enough(protected, "--protect")
     pair, names = _models(context, plan, values, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -17,6 +18,7 @@ from collapse.sequences import Ids, cut, encoder
 from collapse.tokenizer import TOKENIZER
 
 Encode = Callable[[str], Ids]
+Found = TypeVar("Found")
 PIECE = 1 << 16  # characters of text that are encoded at a time
 
 
@@ -33,18 +35,24 @@ def encoder_of(checkpoint: Checkpoint, plan: Plan) -> Encode:
 
 
 def windows(blocks: Sequence[str], encode: Encode, length: int, count: int) -> Tensor:
-    """Return windows [n, length] that follow each other through all the text, at most `count`, evenly spread.
+    """Return windows [n, length] that follow each other through the text, at most `count`, evenly spread.
 
+    Of text that is much longer than these, pieces are read that are spread over it as well.
     Each begins with the special tokens that the tokenizer puts before a text.
     """
-    found = list(_windows(blocks, encode, length))
-    picked = found if len(found) <= count else [found[n * len(found) // count] for n in range(count)]
+    pieces = _spread(list(_pieces(blocks)), count)
+    picked = _spread(list(_windows(pieces, encode, length)), count)
     return torch.tensor(picked, dtype=torch.long).reshape(-1, length)
 
 
-def _windows(blocks: Sequence[str], encode: Encode, length: int) -> Iterator[Ids]:
+def _spread(found: list[Found], count: int) -> list[Found]:
+    """Return at most `count`, evenly spread."""
+    return found if len(found) <= count else [found[n * len(found) // count] for n in range(count)]
+
+
+def _windows(pieces: Sequence[str], encode: Encode, length: int) -> Iterator[Ids]:
     first = encode("")
-    for text in _pieces(blocks):
+    for text in pieces:
         ids = encode(text)
         lead = first if first and ids[: len(first)] == first and len(first) < length else ()
         rest = iter(ids[len(lead) :])
