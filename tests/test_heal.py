@@ -9,13 +9,18 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
+from collapse.checkpoint import Checkpoint
 from collapse.errors import PlanError
 from collapse.heal.losses import divergence, stream_distance
 from collapse.heal.pair import Pair, divergences, run
 from collapse.heal.settings import Settings, parse_tokens
+from collapse.heal.texts import windows
 from collapse.heal.train import divide, heal, own_parameters
+from collapse.sequences import encoder
 from tests.healing import BLOCKS, FAST, FFN, IDS, LENGTH, drawn_windows, hurt, kl, pair_of, source_model
+from tests.shared import SHARED, needs_shared
 
 NONE = torch.zeros(0, LENGTH, dtype=torch.long)
 
@@ -141,6 +146,30 @@ def test_tied_parameters_stay_tied_and_are_trained_once() -> None:
     assert list(found) == ["model.embed_tokens.weight"]
     assert model.lm_head.weight is model.model.embed_tokens.weight is found["model.embed_tokens.weight"]
     assert [name for name, one in model.named_parameters() if one.requires_grad] == list(found)
+
+
+@needs_shared
+def test_a_trained_model_without_a_block_is_healed_alike_in_fp32_and_bf16() -> None:
+    """Blocks 1 and 3 learn to do without block 2 of a model of short stories, on prose that it reads."""
+    root = SHARED / "models" / "stories260K"
+    encode = encoder(Checkpoint.open(root))
+    text = (SHARED / "data" / "prose" / "tinyshakespeare.txt").read_text(encoding="utf-8")
+    learnt, unseen = (windows([part], encode, 64, 400) for part in (text[:200_000], text[-20_000:]))
+    source = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
+    before, after = {}, {}
+    for bf16 in (False, True):
+        student = AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval()
+        del student.model.layers[2]
+        blocks = tuple((f"model.layers.{old}", f"model.layers.{new}") for new, old in enumerate((0, 1, 3, 4)))
+        beside = frozenset(
+            n for n, _ in student.named_parameters() if n.startswith(("model.layers.1.", "model.layers.2."))
+        )
+        before[bf16] = kl(source, student, unseen)
+        settings = Settings(tokens=100 * 4 * 64, length=64, rate=2e-3, bf16=bf16)
+        heal(Pair(source, student, beside, blocks), learnt, learnt[:0], settings, ignore)
+        after[bf16] = kl(source, student, unseen)
+    assert before[True] == before[False] and after[False] < 0.5 * before[False]
+    assert after[True] == pytest.approx(after[False], rel=0.05)
 
 
 # The text that is held.

@@ -104,7 +104,8 @@ class _Course:
         self._look(0, trained)
         due = {round(self.settings.steps * (n + 1) / self.settings.checks) for n in range(self.settings.checks)}
         for step, ids, held in zip(range(self.settings.steps), domain, other, strict=False):
-            loss = self._loss(student, ids[0], held[0] if len(self.texts.protect) else None)
+            with torch.autocast(ids[0].device.type, torch.bfloat16, enabled=self.settings.bf16):
+                loss = self._loss(student, ids[0], held[0] if len(self.texts.protect) else None)
             optimizer.zero_grad()
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(trained.values(), self.settings.clip)
