@@ -35,7 +35,7 @@ class Settings:
 
     tokens: int
     scope: Scope = "touched"
-    rate: float = 3e-4
+    rate: float = 1e-5
     warmup: float = 0.1
     rows: int = 4
     length: int = 256
