@@ -52,6 +52,12 @@ Passes = Annotated[list[str] | None, typer.Option("--pass", help="Run only this 
 Budgets = Annotated[
     str | None, typer.Option("--budget", help="What may be lost or is to be saved: kl<=0.02, regret<=1%, params=-10%.")
 ]
+Heal = Annotated[
+    str | None, typer.Option("--heal", metavar="TOKENS", help="Distill what a budget took from, on so much text: 200k.")
+]
+Protect = Annotated[
+    list[Path] | None, typer.Option("--protect", metavar="FILES...", help="Text that --heal must not make worse.")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Of the split and of the samples.")]
 ShardSize = Annotated[int, typer.Option("--max-shard-size", min=1, help="Bytes of the largest weight file.")]
 Sign = Annotated[
@@ -79,6 +85,8 @@ def export(
     layout: Layout = "native",
     passes: Passes = None,
     budget: Budgets = None,
+    heal: Heal = None,
+    protect: Protect = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Apply exactly this reviewed plan.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier output of collapse.")] = False,
     max_shard_size: ShardSize = 5 * 10**9,
@@ -96,7 +104,20 @@ def export(
     reviewed = Plan.load(plan) if plan else None
     values = load_values(reviewed, plan) if reviewed and plan else None
     options = _options(
-        corpus, field, stage, placeholder, threshold, layout, passes, budget, seed, max_shard_size, prompts, sign
+        corpus,
+        field,
+        stage,
+        placeholder,
+        threshold,
+        layout,
+        passes,
+        budget,
+        heal,
+        protect,
+        seed,
+        max_shard_size,
+        prompts,
+        sign,
     )
     watch = _watch(quiet)
     target = output or _default_output(model, schema)
@@ -121,6 +142,8 @@ def make(
     layout: Layout = "native",
     passes: Passes = None,
     budget: Budgets = None,
+    heal: Heal = None,
+    protect: Protect = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, for review.")] = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -133,7 +156,7 @@ def make(
         reason = "is a directory" if output.is_dir() else "its directory does not exist"
         raise OutputError(f"cannot be written: {reason}", where=str(output), fix="name a file")
     watch = _watch(quiet)
-    options = _options(corpus, field, stage, placeholder, threshold, layout, passes, budget, seed)
+    options = _options(corpus, field, stage, placeholder, threshold, layout, passes, budget, heal, protect, seed)
     result = make_plan(model, schema, options, save=output, watch=watch)
     _tell(result, watch, as_json, quiet)
 
@@ -162,12 +185,15 @@ def _options(
     layout: str,
     passes: list[str] | None,
     budget: str | None,
+    heal: str | None,
+    protect: list[Path] | None,
     seed: int,
     max_shard_size: int | None = None,
     prompts: int | None = None,
     sign: Path | None = None,
 ) -> Options:
     from collapse.budget import parse_budgets
+    from collapse.heal.settings import Settings, parse_tokens
     from collapse.options import make_options
     from collapse.signing import load_private_key
 
@@ -180,6 +206,8 @@ def _options(
         layout=layout,
         passes=tuple(passes) if passes else None,
         budgets=parse_budgets(budget) if budget is not None else None,
+        heal=Settings(tokens=parse_tokens(heal), seed=seed) if heal is not None else None,
+        protect=tuple(protect or ()),
         seed=seed,
         max_shard_size=max_shard_size,
         prompts=prompts,

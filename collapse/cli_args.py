@@ -26,8 +26,8 @@ def repeat_option(arguments: Sequence[str], option: str) -> list[str]:
 
 
 class CorpusCommand(TyperCommand):
-    """A command whose `--corpus` takes any number of files, as a shell pattern gives them."""
+    """A command whose `--corpus` and `--protect` take any number of files, as a shell pattern gives them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Expand `--corpus A B` before the usual parsing."""
-        return super().parse_args(ctx, repeat_option(args, "--corpus"))
+        """Expand `--corpus A B` and `--protect A B` before the usual parsing."""
+        return super().parse_args(ctx, repeat_option(repeat_option(args, "--corpus"), "--protect"))

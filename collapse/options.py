@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from collapse.budget import Budget
 from collapse.erase import MAX_SHARD_SIZE
 from collapse.errors import PlanError
+from collapse.heal.settings import Settings
 from collapse.passes import MOVES, PASSES, Pass, together
 from collapse.plan import Layout, Stage
 
@@ -33,6 +34,8 @@ class Options:
         max_shard_size: bytes of the largest weight file.
         prompts, new_tokens: greedy continuations that verification compares.
         budgets: what may be lost, or is to be saved; without any, only what costs nothing goes.
+        heal: how the collapsed model is distilled from its source; by default it is not.
+        protect: files of text that healing must not make worse.
         sign: the key that the manifest is signed with, of `collapse.signing.load_private_key`; by default it is not.
     """
 
@@ -49,6 +52,8 @@ class Options:
     new_tokens: int = 16
     sign: Ed25519PrivateKey | None = None
     budgets: tuple[Budget, ...] = ()
+    heal: Settings | None = None
+    protect: tuple[Path, ...] = ()
 
 
 DEFAULTS = Options()
@@ -70,6 +75,10 @@ def make_options(**given: Any) -> Options:
             where="--budget",
             fix=f"add --pass {MOVES[0]}",
         )
+    if options.heal and not options.budgets:
+        raise PlanError("healing is of what a budget takes, and there is none", where="--heal", fix="add --budget")
+    if options.protect and not options.heal:
+        raise PlanError("text is protected from healing, which is not asked for", where="--protect", fix="add --heal")
     return options
 
 

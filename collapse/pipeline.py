@@ -19,6 +19,7 @@ from collapse.corpus import Split, builtin_corpus, read_corpus, split
 from collapse.erase import write_checkpoint
 from collapse.errors import CollapseError, OutputError, PlanError, RefutedError, UnsupportedError
 from collapse.free_layout import is_free_config
+from collapse.heal.propose import heal_plan
 from collapse.manifest import versions, write_manifest
 from collapse.memory import release_memory
 from collapse.options import DEFAULTS, Options, chosen_passes
@@ -78,6 +79,7 @@ def make_plan(
     context = prepare(model, load_schema(schema), options, watch)
     with Computed() as computed:
         plan = decide(context, chosen_passes(options.passes), watch, computed)
+        plan = _healed(context, plan, options, watch, computed)
         rewritten = rewrite_program(context.program, plan, context.checkpoint.config)
         before, after = _costs(context, rewritten, plan, watch)
         graph = _graph_figures(context, rewritten, _special(rewritten, plan))
@@ -109,6 +111,8 @@ def export(
             `output`.
     """
     watch = watch or Stopwatch(quiet=True)
+    if plan and options.heal:
+        raise PlanError("a reviewed plan is applied as it is", where="--heal", fix="heal when the plan is made")
     target = Path(output)
     wanted = load_schema(plan.input_schema if plan else schema)
     checkpoint = _open(model, watch)
@@ -118,6 +122,7 @@ def export(
         return _apply(context, checked(plan, context, values), values, target, options, force, watch)
     with Computed() as computed:
         decided = decide(context, chosen_passes(options.passes), watch, computed)
+        decided = _healed(context, decided, options, watch, computed)
         return _apply(context, decided, computed.values, target, options, force, watch)
 
 
@@ -131,6 +136,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
     with watch.stage("read corpus"):
         parts = _split(schema, options)
         output = _output_texts(schema, options)
+        protected = read_corpus(options.protect, InputSchema(type="text")).documents if options.protect else ()
         drawn = sequences(checkpoint, schema, parts, options.seed)
     with watch.stage("trace"):
         program = with_values(trace(config), config)
@@ -152,6 +158,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         placeholder=options.placeholder,
         layout=options.layout,
         budgets=options.budgets,
+        protected=protected,
         progress=watch.advance,
     )
 
@@ -187,6 +194,16 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch, computed:
         skipped=tuple(one for one in skipped if one.site not in gone),  # what another pass takes is no near miss
         created_by=versions(),
     )
+
+
+def _healed(context: Context, plan: Plan, options: Options, watch: Stopwatch, computed: Computed) -> Plan:
+    """Return the plan with healed weights where healing is asked for; what is trained goes to `computed`."""
+    if options.heal is None:
+        return plan
+    with watch.stage("heal"):
+        healing = heal_plan(context, plan, computed.values, options.heal)
+    computed.add(healing.values)
+    return healing.plan
 
 
 def checked(plan: Plan, context: Context, values: Values | None = None) -> Plan:

@@ -18,7 +18,7 @@ LAYERS = (
     *("models", "growing_rope", "fingerprint", "naming", "auto", "program", "portable", "trace"),
     *("sources", "dequantise", "source_model"),
     *("analysis", "rewrite", "search", "passes", "manifest", "signing", "staging", "erase"),
-    *("verify", "probe", "audit", "report", "runtime"),
+    *("verify", "heal", "probe", "audit", "report", "runtime"),
     *(
         "options",
         "pipeline",

@@ -47,6 +47,7 @@ class Context:
     placeholder: bool = False
     layout: Layout = "native"
     budgets: tuple[Budget, ...] = ()
+    protected: tuple[str, ...] = ()
     progress: Progress = no_progress
 
     @cached_property

@@ -274,6 +274,7 @@ def notes(plan: Plan, before: Figures, after: Figures) -> tuple[str, ...]:
     if any(map(is_free, plan.rewrites)):
         maps = len(plan.of_kind(StandIn))
         found.append(f"The layout is free, with maps in place of {maps} modules: only `collapse.load` loads it.")
+    found += [f"Not healed: {item.reason}." for item in plan.skipped if item.pass_name == "heal"]
     measured = sum(1 for rewrite in plan.rewrites if rewrite.evidence.grade == "measured")
     if measured:
         found.append(f"{measured} of {len(plan.rewrites)} rewrites are graded measured, which promises nothing.")

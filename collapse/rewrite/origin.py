@@ -1,11 +1,31 @@
-"""What the source calls a tensor of the output."""
+"""What the source calls a tensor of the output, and the graph."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from collapse.checkpoint import Checkpoint
+from collapse.naming import Naming
 from collapse.plan import DropLayers, Plan, Reroot
-from collapse.rewrite.tensors import layer_number, output_name
+from collapse.program import Program
+from collapse.rewrite.free import added_names
+from collapse.rewrite.tensors import erased_names, layer_number, output_name
+
+
+def origins(naming: Naming, source: Checkpoint, plan: Plan, program: Program) -> dict[str, tuple[str, str]]:
+    """Return, by the output model's tensor names, the source's file name and the graph's name of each.
+
+    An added tensor has the name that it has in the values file.
+    """
+    gone = erased_names(plan)[0]
+    found: dict[str, tuple[str, str]] = {}
+    for name in filter(source.is_weight, source.tensors):
+        before, after = program.model_name(name), naming.resolve(output_name(plan, name))[0]
+        if name not in gone and before is not None and after is not None:
+            found[after] = (name, before)
+    for name, graph_name in added_names(plan).items():
+        found[naming.resolve(output_name(plan, name))[0] or name] = (name, graph_name)
+    return found
 
 
 def source_name(plan: Plan, name: str) -> str:

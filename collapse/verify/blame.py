@@ -26,6 +26,7 @@ from collapse.program import Program
 from collapse.rewrite.channels import is_channels
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.graph import rewrite_program, rewrite_weights
+from collapse.rewrite.origin import origins
 from collapse.rewrite.tensors import erased_names, output_name, token_narrow
 from collapse.rewrite.values import Values, plan_digests, values_of
 from collapse.source_model import load_plain
@@ -36,7 +37,6 @@ from collapse.verify.compare import EQ, OTHER_SHAPE, Tolerance
 from collapse.verify.computed import exact_part, says_of_source
 from collapse.verify.dynamic import allowed_difference
 from collapse.verify.static import OTHER_VALUES, read_tensors
-from collapse.verify.weights import origins
 
 Weights = Mapping[str, torch.Tensor]
 CUT = 3  # tokens that a replay decodes through the cache

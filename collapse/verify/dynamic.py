@@ -19,6 +19,7 @@ from collapse.errors import PlanError
 from collapse.plan import Narrow, Plan, Specialise
 from collapse.program import Program
 from collapse.progress import Stopwatch
+from collapse.rewrite.origin import origins
 from collapse.rewrite.specialise import Specialised
 from collapse.rewrite.tensors import token_narrow
 from collapse.schema import InputSchema
@@ -46,7 +47,7 @@ from collapse.verify.loading import load_and_run, loading_check, not_loaded, one
 from collapse.verify.observe import Observation, ProgramRunner, observe
 from collapse.verify.quantised import quantised_checks
 from collapse.verify.specialised import specialised_checks
-from collapse.verify.weights import origins, weights_check
+from collapse.verify.weights import weights_check
 
 
 class Rewritten(NamedTuple):

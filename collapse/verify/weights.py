@@ -11,13 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from collapse.checkpoint import Checkpoint
 from collapse.fingerprint import fingerprint
-from collapse.naming import Naming
-from collapse.plan import Plan
-from collapse.program import Program
-from collapse.rewrite.free import added_names
-from collapse.rewrite.tensors import erased_names, output_name
 from collapse.verdict import Check
 
 SHOWN = 5
@@ -35,22 +29,6 @@ def fingerprints(model: nn.Module) -> dict[str, str]:
         if id(tensor) not in known:
             known[id(tensor)] = _fp32(tensor)
     return {name: known[id(tensor)] for name, tensor in tensors.items()}
-
-
-def origins(naming: Naming, source: Checkpoint, plan: Plan, program: Program) -> dict[str, tuple[str, str]]:
-    """Return, by the output model's tensor names, the source's file name and the graph's name of each.
-
-    An added tensor has the name that it has in the values file.
-    """
-    gone = erased_names(plan)[0]
-    found: dict[str, tuple[str, str]] = {}
-    for name in filter(source.is_weight, source.tensors):
-        before, after = program.model_name(name), naming.resolve(output_name(plan, name))[0]
-        if name not in gone and before is not None and after is not None:
-            found[after] = (name, before)
-    for name, graph_name in added_names(plan).items():
-        found[naming.resolve(output_name(plan, name))[0] or name] = (name, graph_name)
-    return found
 
 
 def weights_check(
