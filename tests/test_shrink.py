@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from collapse import Options, export
+from collapse import Options, export, load
 from collapse.budget import parse_budgets
 from collapse.manifest import load_manifest
 from collapse.pipeline import make_plan
@@ -126,3 +126,31 @@ def test_one_key_value_head_is_left_alone_with_the_reason(tmp_path: Path) -> Non
 def test_two_plans_of_one_source_are_equal(llama: Path) -> None:
     first, second = (plan_of(llama, "params=-12%", "neurons") for _ in range(2))
     assert first.digest == second.digest
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("llama", ("neurons", "kv-groups")), ("gemma3_text", ("neurons",))])
+def test_in_the_free_layout_each_block_has_its_own_size(kind: str, passes: tuple[str, ...], tmp_path: Path) -> None:
+    source, out = source_of(kind, tmp_path), tmp_path / "out"
+    weights = load_file(source / "model.safetensors")
+    name = next(name for name in weights if name.endswith("layers.1.mlp.down_proj.weight"))
+    weights[name] *= 1e-3  # the neurons of one block hardly matter
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    options = Options(passes=passes, budgets=parse_budgets("flops=-12%"), layout="free")
+    result = export(source, out, LOG, options)
+    assert result.report.verified.status == "verified"
+    plan = load_manifest(out).plan
+    assert plan.layout == "free"
+    sizes = {one.site: len(one.kept) for one in plan.of_kind(Narrow) if one.pass_name == "neurons"}
+    assert min(sizes, key=lambda site: sizes[site]).endswith("layers.1.mlp")
+    assert len(set(sizes.values())) > 1 or len(sizes) < 3
+    assert plan.of_kind(Replace)[0].evidence.figures["flops_share"] <= 0.88
+    model = load(out, guard="off")
+    ids = torch.tensor([[5, 9, 30, 12]])
+    found = model.generate(ids, max_new_tokens=6, do_sample=False)
+    assert torch.equal(found, model.generate(ids, max_new_tokens=6, do_sample=False, use_cache=False))
+
+
+def test_blocks_stay_whole_in_the_free_layout(llama: Path) -> None:
+    plan = make_plan(llama, LOG, Options(passes=("layers",), budgets=parse_budgets("params=-5%"), layout="free")).plan
+    assert plan.rewrites == ()
+    assert any("native layout only" in one.reason for one in plan.skipped)

@@ -187,7 +187,8 @@ def _tries(plan: Plan) -> int:
     """Return by how many delta is divided, since the held-out text may have chosen which plan is healed.
 
     A search that takes the k-th point of a fixed sequence of tests on it leads to the k-th of many models that could
-    have been healed; all its rewrites have one evidence. Each has the share 1 / (k (k + 1)) of delta, which sum up to 1 over all k.
+    have been healed; all its rewrites have one evidence. Each has the share 1 / (k (k + 1)) of delta, which sum up to
+    1 over all k.
     """
     ranks = {digest(one.evidence.model_dump()): one.evidence.figures.get("rank", 0) for one in costly_rewrites(plan)}
     return prod(rank * (rank + 1) for rank in ranks.values() if isinstance(rank, int) and rank)

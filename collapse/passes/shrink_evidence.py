@@ -39,12 +39,12 @@ def path_figures(path: Sequence[Point]) -> Figures:
     if not path:
         return {}
     last = path[-1]
-    lost = {f"{kind}_lost_per_block": count for kind, count in last.shape.lost.items() if count}
+    lost = {f"{kind}_lost": count for kind, count in last.swept.lost.items()}
     walked = "; ".join(f"{_said(point)}: KL {point.kl:.4f}" for point in path)
     return {"dropped_blocks": len(last.shape.gone), **lost, "calibration_kl": last.kl, "path": walked}
 
 
 def _said(point: Point) -> str:
     parts = [f"{len(point.shape.gone)} blocks"] if point.shape.gone else []
-    parts += [f"{count} {kind} a block" for kind, count in point.shape.lost.items() if count]
+    parts += [f"{count} {kind}" for kind, count in point.swept.lost.items()]
     return "without " + ", ".join(parts or ["anything"])

@@ -19,10 +19,12 @@ from collapse.certify.metrics import Design
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Evidence, Plan, Rewrite, Skipped
 from collapse.rewrite.graph import rewrite_program
+from collapse.search.free_walk import FreeWalk
 from collapse.search.measure import Judge
 from collapse.search.rewrites import FLOATS, Origin
 from collapse.search.shapes import KINDS, Prices, Shape
 from collapse.search.sweep import Sweep
+from collapse.search.trials import Trials
 from collapse.search.units import Units, units_of
 from collapse.search.walk import Order, Point, Walk
 from collapse.sequences import cut, encoder, text_bytes
@@ -31,6 +33,7 @@ FIT_WINDOW, FITTING = 256, 64  # tokens of a sequence to fit to; sequences
 WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones, make a bound tight
 CHOOSING, HELD_OUT = 32, 128  # sequences
 STRETCH, EVERY = 8, 4  # of calibration blocks, every fourth stretch of eight chooses, the others fit
+TRIED_EVERY = 4  # of the sequences one in four, where single blocks are tried at many sizes
 SIZE_OF = {"params": "params", "flops": "prefill_flops", "decode": "weight_bytes_per_decode_token"}
 PENDING = Evidence(grade="measured", claim="is being measured", method="search")
 
@@ -69,7 +72,7 @@ class Task:
 
     context: Context
     origin: Origin
-    walk: Walk
+    walk: Walk | FreeWalk
     judge: Judge
     left_alone: tuple[Skipped, ...]
     before: Cost
@@ -81,14 +84,15 @@ class Task:
         model = context.loaded[0]
         runs = BlockRuns(model, layers.site)
         before = _cost(context, ())
-        walk = Walk(
-            sweep=Sweep(model, layers, units, texts.fitting),
-            judge=Judge.of(runs, texts.choosing),
-            prices=_prices(before, context, layers, units),
-            units=units,
-            order=_order(context, runs, layers, texts) if "layers" in moves else Order(()),
-            progress=context.progress,
-        )
+        prices, sweep = _prices(before, context, layers, units), Sweep(model, layers, units, texts.fitting)
+        choosing = Judge.of(runs, texts.choosing)
+        walk: Walk | FreeWalk
+        if context.layout == "free":
+            trials = Trials(model, layers, units, texts.fitting[::TRIED_EVERY], texts.choosing[::TRIED_EVERY])
+            walk = FreeWalk(sweep, choosing, prices, units, trials, context.progress)
+        else:
+            order = _order(context, runs, layers, texts) if "layers" in moves else Order(())
+            walk = Walk(sweep, choosing, prices, units, order, context.progress)
         origin = Origin(context.checkpoint, context.config, context.program, layers, units)
         return cls(context, origin, walk, Judge.of(runs, texts.held_out), left_alone, before)
 
@@ -131,6 +135,8 @@ def narrowable(context: Context, layers: Layers, moves: Sequence[str]) -> tuple[
     """Return the units of the kinds among `moves` that all blocks have alike, and why others are left alone."""
     found = units_of(context.program, context.checkpoint, layers)
     skipped = [one for one in found if isinstance(one, Skipped) and one.pass_name in moves]
+    if context.layout == "free":
+        return _narrowable_alone(context, found, moves), (*skipped, *_whole_blocks(layers, moves))
     units: list[Units] = []
     for kind in (kind for kind in KINDS if kind in moves):
         some = [one for one in found if isinstance(one, Units) and one.kind == kind]
@@ -140,6 +146,18 @@ def narrowable(context: Context, layers: Layers, moves: Sequence[str]) -> tuple[
         else:
             skipped.append(Skipped(pass_name=kind, site=layers.site, reason=reason))
     return tuple(sorted(units, key=lambda one: (one.block, KINDS.index(one.kind)))), tuple(skipped)
+
+
+def _narrowable_alone(context: Context, found: Sequence[Units | Skipped], moves: Sequence[str]) -> tuple[Units, ...]:
+    """Return the units among `moves` of which some can go and whose readers can be computed anew."""
+    some = [one for one in found if isinstance(one, Units) and one.kind in moves and one.size > 1]
+    return tuple(one for one in some if _unfit(context, one) is None)
+
+
+def _whole_blocks(layers: Layers, moves: Sequence[str]) -> tuple[Skipped, ...]:
+    """Say that whole blocks stay in the free layout, where each block may lose what it does not need."""
+    reason = "whole blocks go in the native layout only; in the free one each gets widths of its own"
+    return (Skipped(pass_name="layers", site=layers.site, reason=reason),) if "layers" in moves else ()
 
 
 def _uneven(units: Sequence[Units], layers: Layers) -> str | None:
@@ -196,7 +214,7 @@ def _cost(context: Context, rewrites: Sequence[Rewrite]) -> Cost:
     if rewrites:
         plan = Plan(
             source="", model_type=context.checkpoint.model_type, input_schema={}, schema_digest="",
-            rewrites=tuple(rewrites),
+            layout=context.layout, rewrites=tuple(rewrites),
         )  # fmt: skip
         program = rewrite_program(program, plan, context.checkpoint.config)
     return cost(program, prompt=context.schema.workload.prompt, element_bytes=4)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from collapse.analysis.channels import narrow_channels
+from collapse.analysis.channels import narrow_channels, narrow_sites
 from collapse.analysis.layers import Layers, drop_layers
 from collapse.checkpoint import Checkpoint
 from collapse.fingerprint import data_digest
 from collapse.plan import Evidence, Replace, Rewrite, Skipped
 from collapse.program import Program
-from collapse.search.shapes import KINDS, Shape
+from collapse.search.shapes import KINDS, Shape, Uneven
 from collapse.search.sweep import Swept
 from collapse.search.units import Units
 
@@ -40,6 +40,8 @@ class Origin:
         Where `kept` does not name a unit, the first ones stay: a dropped block has the shape of the others, too.
         """
         found: list[Rewrite] = []
+        if isinstance(shape, Uneven):
+            return self._uneven(shape, kept, evidence)
         if shape.gone:
             rest = [block for block in range(self.layers.size) if block not in shape.gone]
             dropped = drop_layers(self.layers, rest, self.checkpoint, self.config, evidence, "layers")
@@ -54,6 +56,19 @@ class Origin:
                 if isinstance(narrows, Skipped):
                     return narrows
                 found += narrows
+        return tuple(found)
+
+    def _uneven(
+        self, shape: Uneven, kept: Mapping[Units, Sequence[int]], evidence: Evidence
+    ) -> tuple[Rewrite, ...] | Skipped:
+        found: list[Rewrite] = []
+        for kind in KINDS:
+            sizes = {one: size for one, size in shape.kept.items() if one.kind == kind}
+            chosen = [(one.channels, kept.get(one, range(size))) for one, size in sizes.items()]
+            narrows = narrow_sites(chosen, self.program, self.config, evidence, kind)
+            if isinstance(narrows, Skipped):
+                return narrows
+            found += narrows
         return tuple(found)
 
     def refits(self, swept: Swept, evidence: Evidence) -> tuple[Replace, dict[str, Tensor]] | None:

@@ -34,6 +34,17 @@ class Shape:
 
 
 @dataclass(frozen=True)
+class Uneven(Shape):
+    """A shape of the free layout: no block is dropped, and each keeps its own number of units, as `kept` says."""
+
+    kept: Mapping[Units, int] = field(default_factory=dict)
+
+    def sizes(self, units: Sequence[Units]) -> dict[Units, int]:
+        """Return how many units are kept where some are lost."""
+        return dict(self.kept)
+
+
+@dataclass(frozen=True)
 class Prices:
     """What one size of a model (parameters, FLOPs or bytes) is made of.
 
@@ -47,6 +58,9 @@ class Prices:
 
     def share(self, shape: Shape) -> float:
         """Return what a shape leaves of the size, as a share of the source's."""
+        if isinstance(shape, Uneven):
+            lost = sum((one.size - size) * self.unit[one.kind] for one, size in shape.kept.items())
+            return (self.total - lost) / self.total
         left = self.blocks - len(shape.gone)
         each = self.block - sum(self.unit[kind] * count for kind, count in shape.lost.items())
         return (self.total - self.blocks * self.block + left * each) / self.total

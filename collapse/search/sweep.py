@@ -43,6 +43,14 @@ class Swept:
     weights: Mapping[str, Tensor]
     gone: tuple[int, ...] = ()
 
+    @property
+    def lost(self) -> dict[str, int]:
+        """How many units of each kind went, all blocks together; those of dropped blocks do not count."""
+        found: dict[str, int] = {}
+        for units, kept in self.kept.items():
+            found[units.kind] = found.get(units.kind, 0) + units.size - len(kept)
+        return found
+
 
 class Sweep:
     """Sweeps over `model` with calibration `windows`, token ids [sequences, tokens].
