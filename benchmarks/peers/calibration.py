@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from benchmarks.peers.moments import Moments, moments
 from benchmarks.peers.streams import Turns, turns
 from benchmarks.peers.structure import Structure
+from collapse.search.trials import Trial, Trials
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,13 @@ class Calibration:
     def moments(self) -> Mapping[str, Moments]:
         """Moments of what the readers of neurons and KV groups read, by module path."""
         return moments(self.model, [units.reader for units in self.structure.units], self.ids)
+
+    @cached_property
+    def trials(self) -> tuple[Trial, ...]:
+        """What the units of each block cost alone: fitted to one row in four, measured on others, one in sixteen."""
+        fitting, choosing = self.ids[::4], self.ids[2::16]
+        units = self.structure.units
+        return Trials(self.model, self.structure.layers, units, fitting, choosing).run(lambda done, of: None)
 
     def blocks_for(self, share: float) -> int:
         """Return how many blocks come nearest to a share of all, one at least."""

@@ -1,4 +1,4 @@
-"""What `collapse` does within a size: narrower blocks in the native layout, refitted to the source, without healing."""
+"""What `collapse` does within a size: narrower blocks, all alike or each with its own size; refitted, not healed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 
 from benchmarks.peers.calibration import Calibration
 from benchmarks.peers.cut import Removal
+from collapse.search.allocate import allocate
 from collapse.search.sweep import Sweep
 
 
@@ -18,3 +19,11 @@ def native(calibration: Calibration, share: float) -> Removal:
     sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids)
     swept = sweep.run({one: one.size - lost for one in neurons}, (), lambda done, of: None)
     return Removal("collapse", made=swept.model)
+
+
+def free(calibration: Calibration, share: float) -> Removal:
+    """Give every block a size of its own (the free layout), by what it costs where it was tried alone."""
+    structure = calibration.structure
+    sizes = allocate(calibration.trials, share * structure.decoder_parameters(calibration.model))
+    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids)
+    return Removal("collapse-free", made=sweep.run(sizes, (), lambda done, of: None).model)

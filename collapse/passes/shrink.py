@@ -73,12 +73,13 @@ class Shrinking:
         return Skipped(pass_name=self.moves[0], site="model", reason=reason, figures=figures or {})
 
     def _measured(self, task: Task) -> Proposal:
-        """Meet budgets of sizes: halfway first, so that blocks and groups are chosen in small steps."""
+        """Meet budgets of sizes: halfway first where blocks and groups may go, which are chosen in small steps."""
         wanted = {one.metric: 1 + one.limit for one in task.context.budgets}
         aim = dict(wanted)
         for _ in range(CLOSER):
-            path = list(task.walk.points([_halfway(aim), aim], task.allowed))
-            if len(path) < 2:
+            levels = [_halfway(aim), aim] if task.walk.in_steps else [aim]
+            path = list(task.walk.points(levels, task.allowed))
+            if len(path) < len(levels):
                 return Proposal(
                     skipped=(self._skipped(f"{self.name} alone cannot make it that small", path_figures(path)),)
                 )

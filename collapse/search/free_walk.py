@@ -28,6 +28,11 @@ class FreeWalk:
     trials: Trials
     progress: Progress
 
+    @property
+    def in_steps(self) -> bool:
+        """Whether a shape depends on the one before: here none does."""
+        return False
+
     @cached_property
     def costs(self) -> tuple[Trial, ...]:
         """What each block's units cost alone."""

@@ -52,6 +52,11 @@ class Walk:
     order: Order
     progress: Progress
 
+    @property
+    def in_steps(self) -> bool:
+        """Whether a shape depends on the one before: not where neurons alone may go."""
+        return self.order.after(0) is not None or self._size("kv-groups") > 1
+
     def points(self, levels: Iterable[Mapping[str, float]], allowed: Callable[[Shape], bool]) -> Iterator[Point]:
         """Yield the best shape for each level, ever smaller; ends where none is found.
 
