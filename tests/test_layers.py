@@ -15,7 +15,7 @@ LAYERS = (
     *("plan", "verdict", "memory", "progress", "budget", "certify"),
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
     *("quantised", "checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
-    *("models", "growing_rope", "fingerprint", "naming", "auto", "program", "portable", "trace"),
+    *("models", "growing_rope", "dtypes", "fingerprint", "naming", "auto", "program", "portable", "trace"),
     *("sources", "dequantise", "source_model"),
     *("analysis", "rewrite", "search", "passes", "manifest", "signing", "staging", "erase"),
     *("verify", "heal", "probe", "audit", "report", "runtime"),

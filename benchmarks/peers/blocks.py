@@ -75,32 +75,3 @@ def residual_stream(
         for hook in hooks:
             hook.remove()
     return seen, logits
-
-
-Call = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-
-
-def block_calls(
-    model: PreTrainedModel, blocks: Sequence[nn.Module], ids: torch.Tensor
-) -> tuple[torch.Tensor, list[Call]]:
-    """Return the first block's input [n, length, width], and by block how the model calls it on these rows.
-
-    A call takes the block, or another in its place, and the residual stream that it is to see.
-    """
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append((args, kwargs))
-
-    hooks = [block.register_forward_pre_hook(before, with_kwargs=True) for block in blocks]
-    try:
-        with replaced(skipped(blocks)):
-            logits_of(model, ids)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return lambda block, hidden: block(hidden, *args[1:], **kwargs)
-
-    return seen[0][0][0], [call(args, kwargs) for args, kwargs in seen]

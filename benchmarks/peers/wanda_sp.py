@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.peers.blocks import batches, block_calls
+from benchmarks.peers.blocks import batches
 from benchmarks.peers.calibration import Calibration
 from benchmarks.peers.cut import Removal
 from benchmarks.peers.flap import reader_weight, target_of
 from benchmarks.peers.moments import Moments, recorded
 from benchmarks.peers.widths import Kept, best, uniform_losses, unit_scores
+from collapse.search.calls import block_calls
 from collapse.search.surgery import copy_sharing, narrow_units
 from collapse.search.units import Units
 

@@ -12,13 +12,13 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from collapse.checkpoint import Checkpoint
+from collapse.dtypes import NAMES
 from collapse.fingerprint import data_digest
 from collapse.plan import AddBias, Added, Evidence, Map, Skipped, StandIn
 from collapse.portable import portable
 from collapse.program import Program
 from collapse.trace import grown_cache, meta_model, quiet
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -92,7 +92,7 @@ def add_bias(
 
 
 def _added(tensor: torch.Tensor) -> Added:
-    return Added(sha256=data_digest(tensor), dtype=DTYPES[tensor.dtype], shape=tuple(tensor.shape))
+    return Added(sha256=data_digest(tensor), dtype=NAMES[tensor.dtype], shape=tuple(tensor.shape))
 
 
 def _owned(program: Program, checkpoint: Checkpoint, site: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from collapse.canonical import digest
 from collapse.certify.certificate import certify
 from collapse.certify.losses import SequenceLoss, sequence_loss
 from collapse.certify.metrics import Design
+from collapse.dtypes import FLOATS
 from collapse.errors import UnsupportedError
 from collapse.fingerprint import data_digest
 from collapse.heal.pair import Pair, run
@@ -33,7 +34,6 @@ from collapse.sequences import longest_allowed, text_bytes
 from collapse.verify.computed import exact_part
 
 NAME = "heal"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _stored(task: _Task, healed: Healed) -> dict[str, Tensor]:
         parameter = parameters.get(name)
         if parameter is None or id(parameter) not in trained:
             continue
-        found[origin] = parameter.detach().to("cpu", DTYPES[task.context.checkpoint.tensors[origin].dtype])
+        found[origin] = parameter.detach().to("cpu", FLOATS[task.context.checkpoint.tensors[origin].dtype])
         parameter.data.copy_(found[origin])
     return found
 

@@ -16,12 +16,13 @@ from collapse.analysis.units import Kind
 from collapse.canonical import digest
 from collapse.certify.losses import SequenceLoss
 from collapse.certify.metrics import Design
+from collapse.dtypes import FLOATS
 from collapse.passes.base import Context, Proposal
 from collapse.plan import Evidence, Plan, Rewrite, Skipped
 from collapse.rewrite.graph import rewrite_program
 from collapse.search.free_walk import FreeWalk
 from collapse.search.measure import Judge
-from collapse.search.rewrites import FLOATS, Origin
+from collapse.search.rewrites import Origin
 from collapse.search.shapes import KINDS, Prices, Shape
 from collapse.search.sweep import Sweep
 from collapse.search.trials import Trials

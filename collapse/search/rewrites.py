@@ -12,14 +12,13 @@ from transformers import PreTrainedConfig
 from collapse.analysis.channels import narrow_channels, narrow_sites
 from collapse.analysis.layers import Layers, drop_layers
 from collapse.checkpoint import Checkpoint
+from collapse.dtypes import FLOATS
 from collapse.fingerprint import data_digest
 from collapse.plan import Evidence, Replace, Rewrite, Skipped
 from collapse.program import Program
 from collapse.search.shapes import KINDS, Shape, Uneven
 from collapse.search.sweep import Swept
 from collapse.search.units import Units
-
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
