@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from collapse.checkpoint import Checkpoint
-from collapse.naming import Naming
 from collapse.plan import DropLayers, Plan, Reroot
-from collapse.program import Program
 from collapse.rewrite.free import added_names
 from collapse.rewrite.tensors import erased_names, layer_number, output_name
+
+if TYPE_CHECKING:  # the probe reads names without torch
+    from collapse.naming import Naming
+    from collapse.program import Program
 
 
 def origins(naming: Naming, source: Checkpoint, plan: Plan, program: Program) -> dict[str, tuple[str, str]]:
