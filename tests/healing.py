@@ -15,7 +15,7 @@ from tests.architectures import tiny_model
 LAYERS, IDS, LENGTH = 3, 48, 16
 FFN = frozenset(f"model.layers.{n}.mlp.{part}_proj.weight" for n in range(LAYERS) for part in ("gate", "up", "down"))
 BLOCKS = tuple((f"model.layers.{n}", f"model.layers.{n}") for n in range(LAYERS))
-FAST = Settings(tokens=40 * 4 * LENGTH, length=LENGTH, rate=5e-3)
+FAST = Settings(tokens=40 * 4 * LENGTH, length=LENGTH, rows=4, rate=5e-3)
 
 
 def source_model() -> PreTrainedModel:

@@ -38,7 +38,7 @@ from tests.test_export import LOG, save_tokenizer
 from tests.tiny import erase, plan_for, tiny_llama, vocabulary
 
 SIZES = dict(num_hidden_layers=4, vocab_size=900, max_position_embeddings=256)
-SETTINGS = Settings(tokens=20 * 4 * 64, rate=3e-3)
+SETTINGS = Settings(tokens=20 * 4 * 64, rows=4, rate=3e-3)
 OPTIONS = Options(
     passes=("vocabulary", "layers"), budgets=parse_budgets("flops=-30%"), heal=SETTINGS, prompts=2, new_tokens=4
 )

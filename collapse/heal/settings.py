@@ -35,9 +35,9 @@ class Settings:
 
     tokens: int
     scope: Scope = "touched"
-    rate: float = 1e-5
+    rate: float = 5e-5
     warmup: float = 0.1
-    rows: int = 4
+    rows: int = 16
     length: int = 256
     hidden: float = 0.1
     temperature: float = 1.0

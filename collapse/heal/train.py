@@ -20,6 +20,8 @@ Figures = dict[str, float | int | str]
 Weights = dict[str, Tensor]
 CHECKED, MOST_CHECKED = 16, 16  # one window in so many is not trained on, up to so many
 MARGIN = 0.1  # the divergence on protected text is steered that far below its bound, since it moves around that
+TOGETHER = 2  # windows in one forward pass
+BETAS = (0.9, 0.95)  # of AdamW: a healing has tens of steps, too few for a memory of a thousand
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ class _Course:
         trained = own_parameters(self.pair.student, self.pair.touched)
         for model in (self.pair.source, self.pair.student):
             model.to(accelerator.device)
-        optimizer = torch.optim.AdamW(list(trained.values()), lr=self.settings.rate, weight_decay=0.0, fused=True)
+        optimizer = torch.optim.AdamW(
+            list(trained.values()), lr=self.settings.rate, betas=BETAS, weight_decay=0.0, fused=True
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.settings.factor)
         student, optimizer, schedule, domain, other = accelerator.prepare(
             self.pair.student, optimizer, schedule, *self._loaders()
@@ -104,10 +108,9 @@ class _Course:
         self._look(0, trained)
         due = {round(self.settings.steps * (n + 1) / self.settings.checks) for n in range(self.settings.checks)}
         for step, ids, held in zip(range(self.settings.steps), domain, other, strict=False):
-            with torch.autocast(ids[0].device.type, torch.bfloat16, enabled=self.settings.bf16):
-                loss = self._loss(student, ids[0], held[0] if len(self.texts.protect) else None)
             optimizer.zero_grad()
-            accelerator.backward(loss)
+            for loss in self._losses(student, ids[0], held[0] if len(self.texts.protect) else None):
+                accelerator.backward(loss)
             accelerator.clip_grad_norm_(trained.values(), self.settings.clip)
             optimizer.step()
             schedule.step()
@@ -125,7 +128,16 @@ class _Course:
             ids = windows[order[: steps * rows]] if len(windows) else torch.zeros(steps * rows, 0, dtype=torch.long)
             yield DataLoader(TensorDataset(ids), batch_size=rows)
 
-    def _loss(self, student: nn.Module, ids: Tensor, held: Tensor | None) -> Tensor:
+    def _losses(self, student: nn.Module, ids: Tensor, held: Tensor | None) -> Iterator[Tensor]:
+        """Yield the parts of a step's loss, one after another: together their logits would set the peak of memory."""
+        for number, part in enumerate(torch.split(ids, TOGETHER)):
+            with torch.autocast(ids.device.type, torch.bfloat16, enabled=self.settings.bf16):
+                loss = self._loss(student, part) * (len(part) / len(ids))
+                if held is not None and number == 0:
+                    loss = loss + self._penalty(student, held)
+            yield loss
+
+    def _loss(self, student: nn.Module, ids: Tensor) -> Tensor:
         pair, settings = self.pair, self.settings
         paths = pair.blocks if settings.hidden else ()
         theirs = [pair.source.get_submodule(path) for path, _ in paths]
@@ -136,7 +148,7 @@ class _Course:
         loss = divergence(source.logits, seen.logits, settings.temperature).mean()
         if paths:
             loss = loss + settings.hidden * stream_distance(source.streams, seen.streams)
-        return loss if held is None else loss + self._penalty(student, held)
+        return loss
 
     def _penalty(self, student: nn.Module, ids: Tensor) -> Tensor:
         """Return lambda times the divergence on protected text, and let lambda follow how far it is from its bound."""
