@@ -93,16 +93,16 @@ def test_a_narrower_model_is_verified_and_loads_anywhere(
 
 
 def test_blocks_and_neurons_go_together(llama: Path, tmp_path: Path) -> None:
-    result = export(llama, tmp_path / "out", LOG, Options(passes=MOVES, budgets=parse_budgets("params=-45%")))
+    result = export(llama, tmp_path / "out", LOG, Options(passes=MOVES, budgets=parse_budgets("flops=-35%")))
     plan = load_manifest(tmp_path / "out").plan
     assert result.report.verified.status == "verified"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     gone = sum(one.size - len(one.kept) for one in plan.of_kind(DropLayers))
     assert len(model.model.layers) == 3 - gone
-    widths = {len(one.kept) for one in plan.of_kind(Narrow) if one.pass_name == "neurons"} or {
-        model.config.intermediate_size
-    }
-    assert widths == {model.config.intermediate_size}
+    whole = AutoModelForCausalLM.from_pretrained(llama).config.intermediate_size
+    widths = {len(one.kept) for one in plan.of_kind(Narrow) if one.pass_name == "neurons"}
+    assert gone or widths
+    assert (widths or {whole}) == {model.config.intermediate_size}
 
 
 def test_a_budget_that_nothing_meets_changes_nothing(llama: Path) -> None:
@@ -142,7 +142,7 @@ def test_in_the_free_layout_each_block_has_its_own_size(kind: str, passes: tuple
     assert plan.layout == "free"
     sizes = {one.site: len(one.kept) for one in plan.of_kind(Narrow) if one.pass_name == "neurons"}
     assert min(sizes, key=lambda site: sizes[site]).endswith("layers.1.mlp")
-    assert len(set(sizes.values())) > 1 or len(sizes) < 3
+    assert len(sizes) < 3 or len(set(sizes.values())) > 1  # blocks that keep all have no rewrite
     assert plan.of_kind(Replace)[0].evidence.figures["flops_share"] <= 0.88
     model = load(out, guard="off")
     ids = torch.tensor([[5, 9, 30, 12]])
