@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from collapse.errors import UnsupportedError
 Call = Callable[[nn.Module, Tensor], Tensor]
 
 
-class _Entered(Exception):
-    """The last block was reached; what comes after it is not needed."""
+class _Reached(Exception):
+    """What was to be seen has been reached; what comes after it is not needed."""
 
 
 def block_calls(model: nn.Module, blocks: Sequence[nn.Module], ids: Tensor) -> tuple[Tensor, list[Call]]:
@@ -30,7 +30,7 @@ def block_calls(model: nn.Module, blocks: Sequence[nn.Module], ids: Tensor) -> t
     def entered(*args: Any, **kwargs: Any) -> Any:
         seen.append((args, kwargs))
         if len(seen) == len(blocks):
-            raise _Entered
+            raise _Reached
         return args[0] if args else kwargs.get("hidden_states")
 
     for block in blocks:
@@ -38,7 +38,7 @@ def block_calls(model: nn.Module, blocks: Sequence[nn.Module], ids: Tensor) -> t
     try:
         with uncompiled(), torch.no_grad():
             model(input_ids=ids, use_cache=False)
-    except _Entered:
+    except _Reached:
         pass
     finally:
         for block in blocks:
@@ -77,3 +77,23 @@ def watched(model: nn.Module, paths: Sequence[str]) -> Iterator[Mapping[str, lis
     finally:
         for one in hooks:
             one.remove()
+
+
+def inputs_of(
+    model: nn.Module, path: str, block: nn.Module, calls: Sequence[Call], streams: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return what the module at `path` reads in each call of a block that holds it, and run no further than there."""
+    found: list[Tensor] = []
+
+    def entered(_: nn.Module, args: tuple[Any, ...]) -> None:
+        found.append(args[0])
+        raise _Reached
+
+    hook = model.get_submodule(path).register_forward_pre_hook(entered)
+    try:
+        for call, stream in zip(calls, streams, strict=True):
+            with suppress(_Reached):
+                call(block, stream)
+    finally:
+        hook.remove()
+    return found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapse.analysis.layers import Layers
-from collapse.search.calls import Call, block_calls, watched
+from collapse.search.calls import Call, block_calls, inputs_of, watched
 from collapse.search.least_squares import RIDGE, eliminate, normal_equations, pulled
 from collapse.search.surgery import copy_sharing, drop_blocks, narrow_units, put
 from collapse.search.units import Units
@@ -120,9 +120,7 @@ class _Block:
         direct = self._is_sum(after, list(written.values()))
         lacking = [theirs - ours for theirs, ours in zip(self.state.source, self.state.own, strict=True)]
         for units in self.units:
-            with watched(self.state.smaller, [units.reader]) as seen:
-                self._through(self.own, self.state.own)
-            inputs = [given for given, _ in seen[units.reader]]
+            inputs = inputs_of(self.state.smaller, units.reader, self.own, self.calls, self.state.own)
             wanted = written[units.reader]
             if direct:
                 wanted = [one + lack for one, lack in zip(wanted, lacking, strict=True)]

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapse.analysis.block_runs import BlockRuns
-from collapse.analysis.layer_search import BATCH, divergence
+from collapse.analysis.layer_search import BATCH
 from collapse.analysis.layers import Layers
 from collapse.search.calls import block_calls, watched
 from collapse.search.least_squares import RIDGE, Normal, eliminations, normal_equations, pulled
@@ -46,13 +46,13 @@ class Trials:
     def run(self, progress: Progress) -> tuple[Trial, ...]:
         """Return the trials of all units at several sizes; at full size nothing is tried."""
         runs = BlockRuns(self.model, self.layers.site)
-        before = [runs.run(ids).states for ids in torch.split(self.choosing, BATCH)]
+        before = [_Source.of(runs, ids) for ids in torch.split(self.choosing, BATCH)]
         found: list[Trial] = []
         for done, (units, normal) in enumerate(self._normals(), 1):
             parts = [tuple(units.columns([unit])) for unit in range(units.size)]
             for kept in eliminations(normal, parts, sizes_of(units)):
                 smaller = self._narrowed(units, normal, kept)
-                found.append(Trial(units, len(kept), self._kl(runs, smaller, units.block, before)))
+                found.append(Trial(units, len(kept), self._kl(smaller, units.block, before)))
             progress(done, len(self.units))
         return tuple(found)
 
@@ -81,14 +81,33 @@ class Trials:
             put(smaller, name, tensor)
         return smaller
 
-    def _kl(
-        self, runs: BlockRuns, smaller: PreTrainedModel, block: int, before: Sequence[Mapping[int, Tensor]]
-    ) -> float:
-        tried, total = BlockRuns(smaller, self.layers.site), 0.0
-        for ids, states in zip(torch.split(self.choosing, BATCH), before, strict=True):
-            source = runs.run(ids, start=len(runs), state=states[len(runs)]).logits
-            total += divergence(source, tried.run(ids, start=block, state=states[block]).logits)
+    def _kl(self, smaller: PreTrainedModel, block: int, before: Sequence[_Source]) -> float:
+        tried = BlockRuns(smaller, self.layers.site)
+        total = sum(one.kl(tried.run(one.ids, start=block, state=one.states[block]).logits) for one in before)
         return total / self.choosing.numel()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The source on a batch of ids [n, tokens]: its stream before every block, and log-probabilities [n * tokens, ids].
+
+    These are kept, since they are needed for every trial.
+    """
+
+    ids: Tensor
+    states: Mapping[int, Tensor]
+    says: Tensor
+
+    @classmethod
+    def of(cls, runs: BlockRuns, ids: Tensor) -> _Source:
+        seen = runs.run(ids)
+        return cls(ids, seen.states, seen.logits.flatten(0, -2).float().log_softmax(-1))
+
+    def kl(self, logits: Tensor) -> float:
+        """Return the KL divergence of what the source says from other logits, summed over tokens, nats."""
+        found = logits.flatten(0, -2).float().log_softmax(-1)
+        rows = zip(torch.split(self.says, ROWS), torch.split(found, ROWS), strict=True)
+        return sum(float(nn.functional.kl_div(q, p, reduction="sum", log_target=True)) for p, q in rows)
 
 
 def sizes_of(units: Units) -> tuple[int, ...]:
