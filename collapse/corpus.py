@@ -25,7 +25,7 @@ __all__ = [
     "split",
 ]
 
-BLOCKS = 600
+BLOCKS = 2400
 SMALLEST_BLOCK = 400
 
 
@@ -119,7 +119,7 @@ def builtin_corpus(schema: InputSchema) -> Corpus:
 def split(corpus: Corpus, seed: int = 0, held_out: float = 0.25) -> Split:
     """Split `corpus` into calibration and held-out text by contiguous blocks of documents.
 
-    There are about 600 blocks, of at least 400 characters unless a whole file is shorter; a block is a run of
+    There are about 2,400 blocks, of at least 400 characters unless a whole file is shorter; a block is a run of
     documents of one file, or a part of a document longer than two blocks. Of each file with two or more
     distinct blocks `held_out` are held out, and both parts get some; files of one block are drawn together.
     Identical blocks are assigned together, wherever they are, so that no block text is in both parts (a file

@@ -32,7 +32,7 @@ from collapse.sequences import cut, encoder, text_bytes
 
 FIT_WINDOW, FITTING = 256, 64  # tokens of a sequence to fit to; sequences
 WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones, make a bound tight
-CHOOSING, HELD_OUT = 32, 128  # sequences
+CHOOSING, HELD_OUT = 32, 512  # sequences; a rate of a hundredth is not certified with fewer
 STRETCH, EVERY = 8, 4  # of calibration blocks, every fourth stretch of eight chooses, the others fit
 TRIED_EVERY = 4  # of the sequences one in four, where single blocks are tried at many sizes
 SIZE_OF = {"params": "params", "flops": "prefill_flops", "decode": "weight_bytes_per_decode_token"}
