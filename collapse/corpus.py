@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from collapse import textfile
@@ -20,6 +20,7 @@ __all__ = [
     "builtin_corpus",
     "infer_schema",
     "read_corpus",
+    "related",
     "sample_texts",
     "sample_tokens",
     "split",
@@ -114,6 +115,21 @@ def builtin_corpus(schema: InputSchema) -> Corpus:
         dropped=len(read) - len(kept),
         separator=_separator(schema),
     )
+
+
+def related(schema: InputSchema, own: Corpus) -> tuple[str, ...]:
+    """Return blocks of the built-in sample of the schema's type without the documents that are in `own` text too.
+
+    None where no document of the sample obeys the schema.
+    """
+    try:
+        sample = builtin_corpus(schema)
+    except SchemaError:
+        return ()
+    known = set(own.documents)
+    kept = [(name, text) for name, text in zip(sample.sources, sample.documents, strict=True) if text not in known]
+    rest = replace(sample, documents=tuple(text for _, text in kept), sources=tuple(name for name, _ in kept))
+    return tuple(text for _, text in _blocks(rest))
 
 
 def split(corpus: Corpus, seed: int = 0, held_out: float = 0.25) -> Split:

@@ -15,7 +15,7 @@ from collapse.analysis.traffic import element_bytes
 from collapse.auto import config_from
 from collapse.canonical import dumps
 from collapse.checkpoint import DTYPE_BITS, Checkpoint
-from collapse.corpus import Split, builtin_corpus, read_corpus, split
+from collapse.corpus import Split, builtin_corpus, read_corpus, related, split
 from collapse.erase import write_checkpoint
 from collapse.errors import CollapseError, OutputError, PlanError, RefutedError, UnsupportedError
 from collapse.free_layout import is_free_config
@@ -134,7 +134,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         raise UnsupportedError(reason, where=checkpoint.label, fix="collapse its source anew")
     config = config_as_loaded(checkpoint)
     with watch.stage("read corpus"):
-        parts = _split(schema, options)
+        parts, sample = _split(schema, options)
         output = _output_texts(schema, options)
         protected = read_corpus(options.protect, InputSchema(type="text")).documents if options.protect else ()
         drawn = sequences(checkpoint, schema, parts, options.seed)
@@ -149,6 +149,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         schema=schema,
         program=program,
         texts=texts,
+        related=sample,
         output_texts=output,
         sequences=drawn,
         load_model=lambda: load_source(checkpoint, watch),
@@ -235,11 +236,16 @@ def _open(model: str | Path, watch: Stopwatch) -> Checkpoint:
         return resolve(str(model))
 
 
-def _split(schema: InputSchema, options: Options) -> Split | None:
-    """Return the corpus in two parts, or None for a schema that is about token ids only."""
-    if options.corpus:
-        return split(read_corpus(options.corpus, schema, options.text_field), options.seed)
-    return None if schema.tokens is not None else split(builtin_corpus(schema), options.seed)
+def _split(schema: InputSchema, options: Options) -> tuple[Split | None, tuple[str, ...]]:
+    """Return the corpus in two parts, and blocks of the built-in sample where the corpus is the user's own.
+
+    The corpus is None for a schema that is about token ids only. Documents that are in the user's text too are left out
+    of the sample, since they may be held out.
+    """
+    if not options.corpus:
+        return (None if schema.tokens is not None else split(builtin_corpus(schema), options.seed)), ()
+    corpus = read_corpus(options.corpus, schema, options.text_field)
+    return split(corpus, options.seed), related(schema, corpus) if schema.tokens is None else ()
 
 
 def _output_texts(schema: InputSchema, options: Options) -> Samples:

@@ -47,7 +47,7 @@ def calibration(kind: str, change: Callable[[PreTrainedModel], None] | None = No
     if change is not None:
         with torch.no_grad():
             change(own)
-    return Calibration(own, structure(kind), ids(), ids(rows=3, seed=1))
+    return Calibration(own, structure(kind), ids(), ids(rows=3, seed=1), ids(rows=32, seed=2))
 
 
 def identity(*numbers: int) -> Callable[[PreTrainedModel], None]:

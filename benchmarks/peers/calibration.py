@@ -17,13 +17,18 @@ from collapse.search.trials import Trial, Trials
 
 @dataclass(frozen=True)
 class Calibration:
-    """`ids` are rows [n, length] of tokens; `search` are those of them that SLEB, which runs often, looks at."""
+    """`ids` are rows [n, length] of tokens, as are the others.
+
+    `search` is what SLEB, which runs often, looks at; `healing` is other text of the same sources, to distil on.
+    """
 
     model: PreTrainedModel
     structure: Structure
     ids: torch.Tensor
     search: torch.Tensor
+    healing: torch.Tensor
     dropped: list[int] = field(default_factory=list, init=False)  # SLEB's order as far as it was asked for
+    fitted: dict[float, PreTrainedModel] = field(default_factory=dict, init=False)  # collapse's free models by share
 
     @cached_property
     def turns(self) -> Turns:

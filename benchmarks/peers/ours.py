@@ -1,12 +1,18 @@
-"""What `collapse` does within a size: narrower blocks, all alike or each with its own size; refitted, not healed."""
+"""What `collapse` does within a size: narrower blocks, all alike or each with its own size; refitted, then healed."""
 
 from __future__ import annotations
 
 import math
 
+from transformers import PreTrainedModel
+
 from benchmarks.peers.calibration import Calibration
 from benchmarks.peers.cut import Removal
+from collapse.heal.pair import Pair
+from collapse.heal.settings import Settings
+from collapse.heal.train import heal
 from collapse.search.allocate import allocate
+from collapse.search.surgery import copy_sharing
 from collapse.search.sweep import Sweep
 
 
@@ -23,7 +29,32 @@ def native(calibration: Calibration, share: float) -> Removal:
 
 def free(calibration: Calibration, share: float) -> Removal:
     """Give every block a size of its own (the free layout), by what it costs where it was tried alone."""
-    structure = calibration.structure
-    sizes = allocate(calibration.trials, share * structure.decoder_parameters(calibration.model))
-    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids)
-    return Removal("collapse-free", made=sweep.run(sizes, (), lambda done, of: None).model)
+    if share not in calibration.fitted:
+        structure = calibration.structure
+        sizes = allocate(calibration.trials, share * structure.decoder_parameters(calibration.model))
+        sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids)
+        calibration.fitted[share] = sweep.run(sizes, (), lambda done, of: None).model
+    return Removal("collapse-free", made=calibration.fitted[share])
+
+
+def healed(calibration: Calibration, share: float) -> Removal:
+    """Distil what `free` gives on text of the same sources: of what was changed, nothing else."""
+    made = free(calibration, share).made
+    assert made is not None
+    made = copy_sharing(made)
+    rows = calibration.healing
+    settings = Settings(tokens=rows.numel(), length=rows.shape[1])
+    pair = Pair(calibration.model, made, _changed(calibration.model, made), _blocks(calibration))
+    heal(pair, rows, rows[:0], settings, lambda done, of: None)
+    return Removal("collapse-healed", made=made)
+
+
+def _changed(model: PreTrainedModel, made: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the smaller model's parameters that it does not share with the source."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return frozenset(name for name, value in made.named_parameters(remove_duplicate=False) if own[name] is not value)
+
+
+def _blocks(calibration: Calibration) -> tuple[tuple[str, str], ...]:
+    layers = calibration.structure.layers
+    return tuple((f"{layers.site}.{number}",) * 2 for number in range(layers.size))

@@ -30,6 +30,7 @@ class Settings(Record):
     generic: str
     calibration_tokens: int
     search_tokens: int
+    healing_tokens: int
     evaluation_tokens: int
     seed: int
     texts: dict[str, Any]

@@ -73,7 +73,8 @@ def bench_of(
     def calibration(split: Split) -> Calibration:
         tokens = (settings.calibration_tokens, settings.search_tokens)
         ids, search = (draw(split.calibration, tokenizer, count, seed=settings.seed).ids for count in tokens)
-        return Calibration(model, structure, ids, search)
+        healing = draw(split.calibration, tokenizer, settings.healing_tokens, seed=settings.seed + 1).ids
+        return Calibration(model, structure, ids, search, healing)
 
     def reference(place: EvaluatedOn, vocabulary: Vocabulary | None) -> Reference:
         split = domain if place == "in-domain" else splits[settings.other]
@@ -118,6 +119,7 @@ def main(arguments: Sequence[str]) -> int:
     settings = Settings(
         model=checkpoint.label, digest=checkpoint.digest, domain=options.domain, other=options.other, generic=GENERIC,
         calibration_tokens=options.tokens, search_tokens=options.search_tokens or options.tokens,
+        healing_tokens=options.healing_tokens,
         evaluation_tokens=options.evaluation_tokens or options.tokens, seed=options.seed,
         texts={kind: split.record for kind, split in splits.items()},
     )  # fmt: skip
@@ -141,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of calibration text")
     parser.add_argument("--evaluation-tokens", type=int, help="as many as --tokens by default")
     parser.add_argument("--search-tokens", type=int, help="what SLEB searches on, as many as --tokens by default")
+    parser.add_argument("--healing-tokens", type=int, default=65536, help="what collapse-healed is distilled on")
     parser.add_argument("--shares", default="10,20,30", help="percent of the decoder's parameters")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="NAME")
     for option, texts in (("--calibrations", get_args(CalibratedOn)), ("--evaluations", get_args(EvaluatedOn))):

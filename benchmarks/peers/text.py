@@ -19,6 +19,7 @@ from tokenizers import Encoding, Tokenizer
 from benchmarks.results import ROOT
 from collapse.canonical import digest
 from collapse.errors import CollapseError
+from collapse.schema import BUILTIN
 
 DATA = ROOT.parent / "shared" / "data"
 FOLDERS = {"log": "logs", "json": "json", "text": "prose"}
@@ -73,7 +74,15 @@ def split_of(kind: str, data: Path = DATA) -> Split:
         return Split(kind, sources, ())
     step = 2 if kind == "json" else 3
     held_out = sources[step - 1 :: step]
-    return Split(kind, tuple(source for source in sources if source not in held_out), held_out)
+    return Split(kind, (*(source for source in sources if source not in held_out), *_samples(kind)), held_out)
+
+
+def _samples(kind: str) -> tuple[Source, ...]:
+    """Return the built-in samples of a kind; those of code are modules of Python's library, which may be held out."""
+    if kind == "code":
+        return ()
+    found = _sources(BUILTIN / kind, SUFFIXES[kind])
+    return tuple(Source(f"built-in {source.name}", source.text) for source in found)
 
 
 def _sources(folder: Path, suffixes: tuple[str, ...]) -> tuple[Source, ...]:

@@ -96,7 +96,9 @@ def _task(context: Context, plan: Plan, values: Values | None, settings: Setting
     longest = longest_allowed(checkpoint.config, context.schema) or settings.length
     settings = replace(settings, length=min(settings.length, longest))
     length, count = settings.length, settings.steps * settings.rows
-    drawn = enough(windows(context.texts.calibration, encode, length, count + MOST_CHECKED), "--heal")
+    more = windows(context.related, encode, length, (count + MOST_CHECKED) // 2)
+    own = windows(context.texts.calibration, encode, length, count + MOST_CHECKED - len(more))
+    drawn = torch.cat([enough(own, "--heal"), more])
     held_out = enough(starts(context.texts.held_out, encode, min(WINDOW, length), HELD_OUT), "--heal")
     protected = windows(context.protected, encode, length, settings.steps + MOST_CHECKED)
     if context.protected:

@@ -31,7 +31,11 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Context:
-    """What passes may look at. Costly facts are computed when first asked for, once."""
+    """What passes may look at. Costly facts are computed when first asked for, once.
+
+    `related` is the built-in sample of the schema's type where `texts` are the user's own: text of the same domain,
+    which is neither held out nor decides what may occur.
+    """
 
     checkpoint: Checkpoint
     config: PreTrainedConfig
@@ -48,6 +52,7 @@ class Context:
     layout: Layout = "native"
     budgets: tuple[Budget, ...] = ()
     protected: tuple[str, ...] = ()
+    related: tuple[str, ...] = ()
     progress: Progress = no_progress
 
     @cached_property

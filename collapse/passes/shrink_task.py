@@ -49,12 +49,16 @@ class Texts:
 
 
 def texts_of(context: Context) -> Texts | None:
-    """Return sequences of the corpus; None where a part has too little text. Held-out text neither fits nor chooses."""
+    """Return sequences of the corpus; None where a part has too little text. Held-out text neither fits nor chooses.
+
+    Half of those to fit to are of related text, where there is some: a fit to few systems' text is bad for others'.
+    """
     blocks = context.texts.calibration
     chooses = [number // STRETCH % EVERY == EVERY - 1 for number in range(len(blocks))]
     fit, choose = ([one for one, flag in zip(blocks, chooses, strict=True) if flag is side] for side in (False, True))
+    more = _windows(context, context.related, FITTING // 2, FIT_WINDOW)
     found = Texts(
-        _windows(context, fit, FITTING, FIT_WINDOW),
+        torch.cat([_windows(context, fit, FITTING - len(more), FIT_WINDOW), more]),
         _windows(context, choose, CHOOSING, WINDOW),
         _windows(context, context.texts.held_out, HELD_OUT, WINDOW),
     )
