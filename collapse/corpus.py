@@ -120,7 +120,7 @@ def builtin_corpus(schema: InputSchema) -> Corpus:
 def related(schema: InputSchema, own: Corpus) -> tuple[str, ...]:
     """Return blocks of the built-in sample of the schema's type without the documents that are in `own` text too.
 
-    None where no document of the sample obeys the schema.
+    None where no document of the sample obeys the schema, or blank ones alone.
     """
     try:
         sample = builtin_corpus(schema)
@@ -129,7 +129,7 @@ def related(schema: InputSchema, own: Corpus) -> tuple[str, ...]:
     known = set(own.documents)
     kept = [(name, text) for name, text in zip(sample.sources, sample.documents, strict=True) if text not in known]
     rest = replace(sample, documents=tuple(text for _, text in kept), sources=tuple(name for name, _ in kept))
-    return tuple(text for _, text in _blocks(rest))
+    return tuple(text for _, text in _blocks(rest) if text.strip())
 
 
 def split(corpus: Corpus, seed: int = 0, held_out: float = 0.25) -> Split:

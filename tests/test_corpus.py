@@ -254,7 +254,7 @@ def test_seeds_differ_and_held_out_is_about_a_quarter():
     found = builtin_corpus(LOG)
     one, other = split(found, 0), split(found, 1)
     assert one.digests != other.digests
-    assert 530 <= len(one.calibration) + len(one.held_out) <= 610
+    assert 1200 <= len(one.calibration) + len(one.held_out) <= 1500
     for parts in (one, other):
         assert abs(sum(map(len, parts.held_out)) / found.characters - 0.25) < 0.05
 
@@ -392,3 +392,24 @@ def test_files_obey_the_schema_inferred_from_them(scratch, text):
     path = write(scratch / "a.txt", "x" + text)
     schema, _ = infer_schema([path])
     assert "".join(read_corpus([path], schema).documents) == "x" + text
+
+
+def test_related_text_is_the_sample_without_what_is_in_the_users_own():
+    schema = InputSchema(type="log")
+    sample = builtin_corpus(schema)
+    first = sample.sources[0]
+    own = corpus_module.Corpus(
+        tuple(text for name, text in zip(sample.sources, sample.documents, strict=True) if name == first),
+        tuple(first for name in sample.sources if name == first),
+    )
+    known = set(own.documents)
+    others = "".join(text for text in sample.documents if text not in known)
+    assert 0 < len(others) < sample.characters
+    assert "".join(corpus_module.related(schema, own)).replace("\n", "") == others.replace("\n", "")
+
+
+def test_there_is_no_related_text_where_the_sample_breaks_the_schema(tmp_path):
+    path = write(tmp_path / "own.log", b"abc\nabd\n" * 400)
+    schema = InputSchema(type="log", charset="chars:abcd\n")
+    own = corpus_module.read_corpus([path], schema)
+    assert corpus_module.related(schema, own) == ()
