@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from benchmarks.peers.moments import Moments, moments
 from benchmarks.peers.streams import Turns, turns
 from benchmarks.peers.structure import Structure
+from benchmarks.peers.text import LENGTH
 from collapse.search.trials import Trial, Trials
 
 
@@ -42,8 +43,8 @@ class Calibration:
 
     @cached_property
     def trials(self) -> tuple[Trial, ...]:
-        """What the units of each block cost alone: fitted to one row in four, measured on others, one in sixteen."""
-        fitting, choosing = self.ids[::4], self.ids[2::16]
+        """What the units of each block cost alone: fitted to a row in four, measured on a quarter of one in sixteen."""
+        fitting, choosing = self.ids[::4], self.ids[2::16, : LENGTH // 4]
         units = self.structure.units
         return Trials(self.model, self.structure.layers, units, fitting, choosing).run(lambda done, of: None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,14 +19,16 @@ from collapse.search.surgery import copy_sharing, narrow_units, put
 from collapse.search.sweep import ROWS, Reader
 from collapse.search.units import Units
 
-FRACTIONS = (0.125, 0.375, 0.75)  # of a block's units that are tried without
+FRACTIONS = (0.25, 0.625)  # of a block's units that are tried without
+BETWEEN = 32  # sizes at which the cost is interpolated, evenly over all units
+LEAST = 1e-9  # nats: powers have no other way through zero
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One size of one block's units, and the mean KL divergence that it costs alone, nats a token."""
+    """One size of one block's units, tried or estimated, and the KL divergence that it costs alone, nats a token."""
 
     units: Units
     kept: int
@@ -44,15 +47,17 @@ class Trials:
     ridge: float = RIDGE
 
     def run(self, progress: Progress) -> tuple[Trial, ...]:
-        """Return the trials of all units at several sizes; at full size nothing is tried."""
+        """Return what all units cost at several sizes, tried or in between; at full size they cost nothing."""
         runs = BlockRuns(self.model, self.layers.site)
         before = [_Source.of(runs, ids) for ids in torch.split(self.choosing, BATCH)]
         found: list[Trial] = []
         for done, (units, normal) in enumerate(self._normals(), 1):
             parts = [tuple(units.columns([unit])) for unit in range(units.size)]
+            tried = []
             for kept in eliminations(normal, parts, sizes_of(units)):
                 smaller = self._narrowed(units, normal, kept)
-                found.append(Trial(units, len(kept), self._kl(smaller, units.block, before)))
+                tried.append(Trial(units, len(kept), self._kl(smaller, units.block, before)))
+            found += in_between(tried)
             progress(done, len(self.units))
         return tuple(found)
 
@@ -108,6 +113,31 @@ class _Source:
         found = logits.flatten(0, -2).float().log_softmax(-1)
         rows = zip(torch.split(self.says, ROWS), torch.split(found, ROWS), strict=True)
         return sum(float(nn.functional.kl_div(q, p, reduction="sum", log_target=True)) for p, q in rows)
+
+
+def in_between(tried: Sequence[Trial]) -> tuple[Trial, ...]:
+    """Return trials of one block's units with estimates of further sizes, down to the smallest tried, descending.
+
+    The cost grows as a power of how many units go: between two trials that of both, and before the first the power of
+    the first two, if it is at least one. Without two trials nothing is added.
+    """
+    known = {one.units.size - one.kept: one for one in tried}
+    if len(known) < 2:
+        return tuple(tried)
+    units, lost = tried[0].units, sorted(known)
+    places = {round(units.size * n / BETWEEN) for n in range(1, BETWEEN)} - {0}
+    for place in places - known.keys():
+        if place < lost[-1]:
+            after = max(1, next(n for n, one in enumerate(lost) if one > place))
+            low, high = lost[after - 1], lost[after]
+            power = math.log(_cost(known[high]) / _cost(known[low])) / math.log(high / low)
+            power = power if place > low else max(1.0, power)
+            known[place] = Trial(units, units.size - place, _cost(known[low]) * (place / low) ** power)
+    return tuple(known[place] for place in sorted(known))
+
+
+def _cost(trial: Trial) -> float:
+    return max(LEAST, trial.kl)
 
 
 def sizes_of(units: Units) -> tuple[int, ...]:
