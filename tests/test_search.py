@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from collapse.search.allocate import allocate, lower_hull
 from collapse.search.least_squares import FLOOR, Normal, eliminate, normal_equations, pulled
 from collapse.search.shapes import Prices, Shape
-from collapse.search.trials import Trial
+from collapse.search.trials import Trial, in_between
 
 
 def tokens(seed: int, count: int = 400, inputs: int = 8, outputs: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,3 +160,24 @@ def test_an_allocation_ends_where_the_trials_do() -> None:
     block = Block(10, 3)
     assert allocate([Trial(block, 8, 0.5)], 1e6) == {block: 8}
     assert allocate([Trial(block, 8, 0.5)], 0.0) == {}
+
+
+def test_between_two_trials_the_cost_grows_by_their_power() -> None:
+    block = Block(64, 1)
+    tried = [Trial(block, 48, 0.01), Trial(block, 32, 0.04)]  # twice as many gone, four times the cost
+    found = {64 - one.kept: one.kl for one in in_between(tried)}
+    assert list(found) == list(range(2, 33, 2))
+    assert found == pytest.approx({lost: 0.01 * (lost / 16) ** 2 for lost in found}, rel=1e-12)
+
+
+def test_below_the_first_trial_the_cost_grows_in_proportion_at_least() -> None:
+    block = Block(64, 1)
+    found = {64 - one.kept: one.kl for one in in_between([Trial(block, 48, 0.02), Trial(block, 32, 0.02)])}
+    assert found[8] == pytest.approx(0.01, rel=1e-12)
+    assert found[24] == pytest.approx(0.02, rel=1e-12)
+
+
+def test_few_units_and_single_trials_have_nothing_in_between() -> None:
+    few, many = Block(3, 1), Block(64, 1)
+    for tried in ([Trial(few, 2, 0.1), Trial(few, 1, 0.3)], [Trial(many, 32, 0.1)]):
+        assert in_between(tried) == tuple(tried)
