@@ -42,11 +42,9 @@ def allocate_with_maps(
 
     `worth` is how many parameters go with each map.
     """
-    if parameters <= 0:
-        return Uneven()
-    chosen = _on_grid(trials, maps, parameters, worth)
-    if not chosen.maps:
+    if parameters <= 0 or not maps:
         return Uneven(kept=allocate(trials, parameters))
+    chosen = _on_grid(trials, maps, parameters, worth)
     gone = sum(worth[one] for one in maps if chosen.maps.get(one.place) == one.kind)
     rest = [one for one in trials if all(one.units != place.units for place in chosen.maps)]
     again = Uneven(kept=allocate(rest, max(0.0, parameters - gone)), maps=chosen.maps)
