@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapse.analysis.layers import Layers
+from collapse.search.alone import ROWS
 from collapse.search.calls import Call, block_calls, inputs_of, watched
 from collapse.search.least_squares import RIDGE, eliminate, normal_equations, pulled
 from collapse.search.maps import Fit, MapKind, module_of
@@ -25,7 +26,6 @@ from collapse.search.places import Place
 from collapse.search.surgery import copy_sharing, drop_blocks, narrow_units, put, put_module
 from collapse.search.units import Units
 
-ROWS = 8  # sequences that run together
 SAME_SUM = 1e-3  # of the stream's change: as far as an fp32 sum of a block's parts may be off
 
 Progress = Callable[[int, int], None]
