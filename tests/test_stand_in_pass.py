@@ -84,21 +84,22 @@ def test_a_model_with_maps_is_verified_and_generates(
     same_with_cache(out)
 
 
-@pytest.mark.parametrize("block", [0, 1, 2])
-def test_an_attention_that_does_nothing_goes_with_its_cache(block: int, tmp_path: Path) -> None:
-    """The first, the middle or the last one; the norm before it, which then is for nothing, goes too."""
-    source = edited(source_of("llama", tmp_path), f"{block}.self_attn.o_proj.weight")
-    result = export(source, tmp_path / "out", LOG, options("params=-3.9%", "sublayers"))
+@pytest.mark.parametrize("blocks", [(0, 2), (1,)])
+def test_attentions_that_do_nothing_go_with_their_cache(blocks: tuple[int, ...], tmp_path: Path) -> None:
+    """The first and the last one, or the middle one; the norms before them, which then are for nothing, go too."""
+    source = edited(source_of("llama", tmp_path), *(f"{block}.self_attn.o_proj.weight" for block in blocks))
+    result = export(source, tmp_path / "out", LOG, options(f"params=-{3.6 * len(blocks):.1f}%", "sublayers"))
     assert result.report.verified.status == "verified"
     plan = load_manifest(tmp_path / "out").plan
-    attention, norm = (f"model.layers.{block}.{name}" for name in ("self_attn", "input_layernorm"))
-    assert maps_of(plan).keys() == {attention, norm} and maps_of(plan)[norm] == "zero"
+    norms = {f"model.layers.{block}.input_layernorm" for block in blocks}
+    assert maps_of(plan).keys() == norms | {f"model.layers.{block}.self_attn" for block in blocks}
+    assert {maps_of(plan)[norm] for norm in norms} == {"zero"}
     figures = plan.rewrites[0].evidence.figures
-    assert figures["kl"] == pytest.approx(0, abs=1e-6) and figures["maps"] == 1
+    assert figures["kl"] == pytest.approx(0, abs=1e-6) and figures["maps"] == len(blocks)
     assert {one.pass_name for one in plan.rewrites} == {"sublayers"}
     before, after = result.report.before, result.report.after
-    assert before.kv_bytes_per_token == 3 * after.kv_bytes_per_token / 2
-    assert before.params - after.params >= 16 * 16 * 2 + 16 * 8 * 2
+    assert after.kv_bytes_per_token == before.kv_bytes_per_token * (3 - len(blocks)) / 3
+    assert before.params - after.params >= len(blocks) * (16 * 16 * 2 + 16 * 8 * 2)
     same_with_cache(tmp_path / "out")
 
 
@@ -117,7 +118,7 @@ def test_a_feed_forward_that_is_linear_gets_its_linear_map(tmp_path: Path) -> No
 
 def test_one_attention_stays_where_all_do_nothing(tmp_path: Path) -> None:
     source = edited(source_of("llama", tmp_path), *(f"{block}.self_attn.o_proj.weight" for block in range(3)))
-    plan = plan_of(source, "params=-9%", "sublayers")
+    plan = plan_of(source, "params=-7.2%", "sublayers")
     gone = [site for site in maps_of(plan) if site.endswith("self_attn")]
     assert len(gone) == 2
     assert plan.rewrites[0].evidence.figures["kl"] == pytest.approx(0, abs=1e-6)
@@ -135,8 +136,7 @@ def test_the_native_layout_has_no_maps_and_says_what_it_has(tmp_path: Path) -> N
     assert [one.pass_name for one in plan.skipped] == list(MOVES)
     assert all("whole blocks go with `layers`" in one.reason for one in plan.skipped)
     with_neurons = plan_of(source, "params=-5%", "stand-in", "neurons", layout="native")
-    alone = plan_of(source, "params=-5%", "neurons", layout="native")
-    assert with_neurons.rewrites == alone.rewrites
+    assert {one.pass_name for one in with_neurons.rewrites} == {"neurons"}
     assert [one.pass_name for one in with_neurons.skipped] == ["stand-in"]
 
 
@@ -252,7 +252,7 @@ def test_without_maps_the_sweep_is_what_it_was(tmp_path: Path) -> None:
 @needs_shared
 def test_a_trained_model_gets_maps_and_generates(tmp_path: Path) -> None:
     schema = {"type": "text", "max_tokens": 256}
-    options_ = options("params=-20%", "stand-in", "neurons", "kv-groups")
+    options_ = options("params=-20%", "stand-in", "neurons")
     result = export(SHARED / "models/stories260K", tmp_path / "out", schema, options_)
     assert result.report.verified.status == "verified"
     plan = load_manifest(tmp_path / "out").plan

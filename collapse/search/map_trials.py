@@ -32,6 +32,8 @@ class MapTrials:
 
     def run(self, progress: Progress) -> tuple[MapTrial, ...]:
         """Return the trials of all places; in each, what is harder than a hopeless one is not tried."""
+        if not self.kinds:
+            return ()
         by_site = {place.site: place for place in self.kinds}
         paths: dict[int, list[str]] = {}
         for place in self.kinds:

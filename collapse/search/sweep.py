@@ -164,8 +164,10 @@ class _Block:
                 found = self._refit(part, sizes.get(part, part.size), self._inputs(part), wanted)
             elif part in maps:
                 found = self._map(part, maps[part], self._inputs(part), wanted)
-            else:
+            elif direct:
                 found = self._written(part)
+            else:
+                continue
             lacking = [one - new for one, new in zip(wanted, found, strict=True)]
         if self.parts and direct:
             self.state.own = [theirs - lack for theirs, lack in zip(after, lacking, strict=True)]

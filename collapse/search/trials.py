@@ -43,6 +43,8 @@ class Trials:
 
     def run(self, progress: Progress) -> tuple[Trial, ...]:
         """Return the trials of all units at several sizes; at full size nothing is tried."""
+        if not self.units:
+            return ()
         alone = Alone.of(self.model, self.layers, self.choosing)
         found: list[Trial] = []
         for done, (units, normal) in enumerate(self._normals(), 1):
