@@ -25,6 +25,8 @@ PASSES: tuple[Pass, ...] = (
     Shrink("layers"),
     Shrink("kv-groups"),
     Shrink("neurons"),
+    Shrink("sublayers"),
+    Shrink("stand-in"),
     LastToken(),
     ConstantFold(),
 )

@@ -1,8 +1,9 @@
-"""Make the model smaller than any proof allows, within a budget: fewer blocks, KV groups and neurons.
+"""Make the model smaller than any proof allows, within a budget: fewer blocks, KV groups, neurons and sublayers.
 
-The layout stays native: one width for all blocks. What goes is searched on calibration text, what stays is refitted to
-the source on it; what it costs is bounded on held-out text, which chose nothing. Without a budget nothing is done: no
-part of a trained model is useless, and only the user can say what a loss is worth.
+In the native layout there is one width for all blocks; in the free one each has its own, or maps for sublayers. What
+goes is searched on calibration text, what stays is refitted to the source on it; what it costs is bounded on held-out
+text, which chose nothing. Without a budget nothing is done: no part of a trained model is useless, and only the user
+can say what a loss is worth.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collapse.certify.certificate import learn_then_test
 from collapse.certify.losses import SequenceLoss
 from collapse.passes.base import Context, Proposal
 from collapse.passes.shrink_evidence import Figures, measurement, path_figures
+from collapse.passes.shrink_places import MAPPING, uniform
 from collapse.passes.shrink_task import WINDOW, Task, texts_of
 from collapse.plan import Evidence, Skipped
 from collapse.search.walk import Point
@@ -60,6 +62,8 @@ class Shrinking:
         if len(lists) != 1:
             reasons = tuple(one for one in found if isinstance(one, Skipped))
             return Proposal(skipped=reasons or (self._skipped(f"has {len(lists)} lists of blocks, not one"),))
+        if context.layout == "native" and not set(self.moves) - set(MAPPING):
+            return Proposal(skipped=uniform(lists[0], self.moves))
         texts = texts_of(context)
         if texts is None:
             reason = f"the corpus has too little text for sequences of {WINDOW} tokens to fit, to choose and to judge"

@@ -18,10 +18,13 @@ from collapse.certify.losses import SequenceLoss
 from collapse.certify.metrics import Design
 from collapse.dtypes import FLOATS
 from collapse.passes.base import Context, Proposal
+from collapse.passes.shrink_places import mappable, tried_kinds
 from collapse.plan import Evidence, Plan, Rewrite, Skipped
 from collapse.rewrite.graph import rewrite_program
 from collapse.search.free_walk import FreeWalk
+from collapse.search.map_trials import MapTrials
 from collapse.search.measure import Judge
+from collapse.search.places import Place
 from collapse.search.rewrites import Origin
 from collapse.search.shapes import KINDS, Prices, Shape
 from collapse.search.sweep import Sweep
@@ -73,7 +76,7 @@ def _windows(context: Context, blocks: Sequence[str], count: int, length: int) -
 
 @dataclass(frozen=True)
 class Task:
-    """One search: `left_alone` are units that cannot be narrowed, with the reasons."""
+    """One search: `left_alone` are units that cannot be narrowed, and sublayers without maps, with the reasons."""
 
     context: Context
     origin: Origin
@@ -86,20 +89,24 @@ class Task:
     def of(cls, context: Context, layers: Layers, moves: Sequence[str], texts: Texts) -> Task:
         """Load the model, find what the `moves` may narrow, and rank the blocks where they may go."""
         units, left_alone = narrowable(context, layers, moves)
+        places = mappable(context, layers, units, moves)
         model = context.loaded[0]
         runs = BlockRuns(model, layers.site)
         before = _cost(context, ())
-        prices, sweep = _prices(before, context, layers, units), Sweep(model, layers, units, texts.fitting)
+        prices = _prices(before, context, layers, units, places.found)
+        sweep = Sweep(model, layers, units, texts.fitting, places=places.found)
         choosing = Judge.of(runs, texts.choosing)
         walk: Walk | FreeWalk
         if context.layout == "free":
-            trials = Trials(model, layers, units, texts.fitting[::TRIED_EVERY], texts.choosing[::TRIED_EVERY])
-            walk = FreeWalk(sweep, choosing, prices, units, trials, context.progress)
+            some = texts.fitting[::TRIED_EVERY], texts.choosing[::TRIED_EVERY]
+            trials = Trials(model, layers, units, *some)
+            maps = MapTrials(model, layers, tried_kinds(places, moves), *some)
+            walk = FreeWalk(sweep, choosing, prices, units, trials, maps, places.attentions, context.progress)
         else:
             order = _order(context, runs, layers, texts) if "layers" in moves else Order(())
             walk = Walk(sweep, choosing, prices, units, order, context.progress)
         origin = Origin(context.checkpoint, context.config, context.program, layers, units)
-        return cls(context, origin, walk, Judge.of(runs, texts.held_out), left_alone, before)
+        return cls(context, origin, walk, Judge.of(runs, texts.held_out), (*left_alone, *places.skipped), before)
 
     @property
     def design(self) -> Design:
@@ -117,8 +124,9 @@ class Task:
 
     def sizes(self, shape: Shape) -> dict[str, float]:
         """Return what a shape leaves of every size, counted in its graph, as a share of the source's."""
-        rewrites = self.origin.structure(shape, {}, PENDING)
-        after = _cost(self.context, () if isinstance(rewrites, Skipped) else rewrites)
+        narrower, maps = self.origin.structure(shape, {}, PENDING), self.origin.maps(shape, {}, PENDING)
+        assert not isinstance(narrower, Skipped) and not isinstance(maps, Skipped)  # the walk takes what is allowed
+        after = _cost(self.context, (*narrower, *maps[0]))
         return {name: getattr(after, field) / getattr(self.before, field) for name, field in SIZE_OF.items()}
 
     def losses(self, point: Point) -> Iterator[SequenceLoss]:
@@ -130,10 +138,12 @@ class Task:
 
     def rewrites(self, point: Point, evidence: Evidence) -> Proposal:
         """Return a point as rewrites with their evidence, and the fitted tensors."""
-        structure = self.origin.structure(point.shape, point.swept.kept, evidence)
-        assert not isinstance(structure, Skipped)  # the walk goes through shapes that are allowed
+        narrower = self.origin.structure(point.shape, point.swept.kept, evidence)
+        maps = self.origin.maps(point.shape, point.swept.maps, evidence)
+        assert not isinstance(narrower, Skipped) and not isinstance(maps, Skipped)  # the walk takes what is allowed
         refits = self.origin.refits(point.swept, evidence)
-        return Proposal((*structure, refits[0]), values=refits[1]) if refits else Proposal(structure)
+        whole = (*narrower, *maps[0])
+        return Proposal((*whole, refits[0]), values=refits[1] | maps[1]) if refits else Proposal(whole, values=maps[1])
 
 
 def narrowable(context: Context, layers: Layers, moves: Sequence[str]) -> tuple[tuple[Units, ...], tuple[Skipped, ...]]:
@@ -195,8 +205,10 @@ def _order(context: Context, runs: BlockRuns, layers: Layers, texts: Texts) -> O
     return Order(step.dropped for step in steps)
 
 
-def _prices(before: Cost, context: Context, layers: Layers, units: Sequence[Units]) -> dict[str, Prices]:
-    """Return the prices of a block and of a unit in each size; those of a unit count its products alone."""
+def _prices(
+    before: Cost, context: Context, layers: Layers, units: Sequence[Units], places: Sequence[Place]
+) -> dict[str, Prices]:
+    """Return the prices of a block, of a unit and of a sublayer in each size; those of a unit count products alone."""
     block = before.modules[f"{layers.site}.0"]
     prompt = context.schema.workload.prompt
     element = block.weight_bytes_per_decode_token / max(1, block.params)
@@ -208,6 +220,8 @@ def _prices(before: Cost, context: Context, layers: Layers, units: Sequence[Unit
             blocks=layers.size,
             block=getattr(block, field),
             unit={kind: count * per_parameter[metric] for kind, count in held.items()},
+            place={place.site: getattr(before.modules[place.site], field) for place in places},
+            parameter=per_parameter[metric],
         )
         for metric, field in SIZE_OF.items()
     }

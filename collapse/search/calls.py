@@ -65,18 +65,27 @@ def _call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 
 @contextmanager
 def watched(model: nn.Module, paths: Sequence[str]) -> Iterator[Mapping[str, list[tuple[Tensor, Tensor]]]]:
-    """Record input and output of some modules, by path, each time that they are called within the context."""
+    """Record first input and first output of some modules, by path, each time that they are called in the context."""
     found: dict[str, list[tuple[Tensor, Tensor]]] = {path: [] for path in paths}
 
-    def hook(path: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
-        return lambda _, args, output: found[path].append((args[0], output))
+    def hook(path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            found[path].append((_given(args, kwargs), output if isinstance(output, Tensor) else output[0]))
 
-    hooks = [model.get_submodule(path).register_forward_hook(hook(path)) for path in paths]
+        return record
+
+    hooks = [model.get_submodule(path).register_forward_hook(hook(path), with_kwargs=True) for path in paths]
     try:
         yield found
     finally:
         for one in hooks:
             one.remove()
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the first input of a module, which may be given by the name that transformers has for it."""
+    found: Tensor = args[0] if args else kwargs["hidden_states"]
+    return found
 
 
 def inputs_of(
@@ -85,11 +94,11 @@ def inputs_of(
     """Return what the module at `path` reads in each call of a block that holds it, and run no further than there."""
     found: list[Tensor] = []
 
-    def entered(_: nn.Module, args: tuple[Any, ...]) -> None:
-        found.append(args[0])
+    def entered(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(_given(args, kwargs))
         raise _Reached
 
-    hook = model.get_submodule(path).register_forward_pre_hook(entered)
+    hook = model.get_submodule(path).register_forward_pre_hook(entered, with_kwargs=True)
     try:
         for call, stream in zip(calls, streams, strict=True):
             with suppress(_Reached):

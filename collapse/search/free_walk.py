@@ -6,26 +6,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from collapse.search.allocate import allocate
+from collapse.search.map_trials import MapTrials
 from collapse.search.measure import Judge
+from collapse.search.options import MapTrial, added_cost, allocate_with_maps, keeping_one
 from collapse.search.shapes import Prices, Shape, Uneven
 from collapse.search.sweep import Sweep
 from collapse.search.trials import Trial, Trials
 from collapse.search.units import Units
 from collapse.search.walk import Point
 
+FURTHER = 8  # times that more is asked of one size, until the other sizes are met
+
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class FreeWalk:
-    """What a walk needs, as of `collapse.search.walk.Walk`; `trials` say what each block costs, tried once."""
+    """What a walk needs, as of `collapse.search.walk.Walk`; trials say what each block costs, tried once.
+
+    `attentions` counts the sublayers of the model that attend, of which one has to stay.
+    """
 
     sweep: Sweep
     judge: Judge
     prices: Mapping[str, Prices]
     units: Sequence[Units]
     trials: Trials
+    maps: MapTrials
+    attentions: int
     progress: Progress
 
     @property
@@ -38,22 +46,43 @@ class FreeWalk:
         """What each block's units cost alone."""
         return self.trials.run(lambda done, of: self.progress("trying blocks one by one", done, of))
 
+    @cached_property
+    def map_costs(self) -> tuple[MapTrial, ...]:
+        """What maps cost alone that may all be taken together."""
+        found = self.maps.run(lambda done, of: self.progress("trying maps one by one", done, of))
+        return keeping_one(found, self.attentions)
+
     def points(self, levels: Iterable[Mapping[str, float]], allowed: Callable[[Shape], bool]) -> Iterator[Point]:
         """Yield the shape of each level, ever smaller; ends where all that may go is not enough."""
-        for level in levels if self.units else ():
-            shape = Uneven(kept=allocate(self.costs, self._parameters(level)))
-            reached = all(self.prices[metric].share(shape) <= share + 1e-9 for metric, share in level.items())
-            if not reached or not allowed(shape):
+        for level in levels if self.units or self.maps.kinds else ():
+            shape = self._shape(level)
+            if shape is None or not allowed(shape):
                 return
             yield self._point(shape)
 
     def _point(self, shape: Uneven) -> Point:
         what = f"fitting with {self.prices['params'].share(shape):.1%} of the parameters"
-        swept = self.sweep.run(shape.kept, (), lambda done, of: self.progress(what, done, of))
+        swept = self.sweep.run(shape.kept, (), lambda done, of: self.progress(what, done, of), shape.maps)
         return Point(shape, swept, self.judge.kl(swept.model), 1)
 
-    def _parameters(self, level: Mapping[str, float]) -> float:
-        """Return how many parameters have to go; units cost each size in the same proportion."""
-        one = self.units[0]
-        each = ((self.prices[metric], share) for metric, share in level.items())
-        return max((1 - share) * prices.total / prices.unit[one.kind] * one.parameters for prices, share in each)
+    def _shape(self, level: Mapping[str, float]) -> Uneven | None:
+        """Return the shape for the size that costs most to meet, if it meets the others too, more of it going if not.
+
+        Units are worth as many parameters in each size, maps are not: attention takes FLOPs that no parameter counts.
+        """
+        found = [shape for metric in level if (shape := self._reaching(metric, level)) is not None]
+        return min(found, key=lambda one: added_cost(self.costs, self.map_costs, one), default=None)
+
+    def _reaching(self, metric: str, level: Mapping[str, float]) -> Uneven | None:
+        """Return a shape that has enough of one size gone for all sizes to be met."""
+        prices = self.prices[metric]
+        worth = {one: prices.saved(one.place, one.kind) / prices.parameter for one in self.map_costs}
+        share = level[metric]
+        for _ in range(FURTHER):
+            wanted = (1 - share) * prices.total / prices.parameter
+            shape = allocate_with_maps(self.costs, self.map_costs, wanted, worth)
+            over = max(self.prices[name].share(shape) - limit for name, limit in level.items())
+            if over <= 1e-9:
+                return shape
+            share -= over
+        return None

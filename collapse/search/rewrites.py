@@ -1,4 +1,4 @@
-"""A shape and its fitted readers as the rewrites of a plan."""
+"""A shape with its fitted readers and maps as the rewrites of a plan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from transformers import PreTrainedConfig
 
 from collapse.analysis.channels import narrow_channels, narrow_sites
 from collapse.analysis.layers import Layers, drop_layers
+from collapse.analysis.sublayers import owned, stand_in
 from collapse.checkpoint import Checkpoint
 from collapse.dtypes import FLOATS
 from collapse.fingerprint import data_digest
-from collapse.plan import Evidence, Replace, Rewrite, Skipped
+from collapse.plan import Evidence, Replace, Rewrite, Skipped, StandIn
 from collapse.program import Program
+from collapse.search.maps import MapKind
+from collapse.search.places import Place
 from collapse.search.shapes import KINDS, Shape, Uneven
 from collapse.search.sweep import Swept
 from collapse.search.units import Units
+
+READ_NOTHING = frozenset({"zero", "constant"})  # maps that do not depend on what enters the sublayer
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,8 @@ class Origin:
     ) -> tuple[Rewrite, ...] | Skipped:
         """Return the rewrites that make the shape, or why the architecture cannot have it.
 
-        Where `kept` does not name a unit, the first ones stay: a dropped block has the shape of the others, too.
+        Where `kept` does not name a unit, the first ones stay: a dropped block has the shape of the others, too. Maps
+        are not among them.
         """
         found: list[Rewrite] = []
         if isinstance(shape, Uneven):
@@ -69,6 +75,36 @@ class Origin:
                 return narrows
             found += narrows
         return tuple(found)
+
+    def maps(
+        self, shape: Shape, tensors: Mapping[Place, Mapping[str, Tensor]], evidence: Evidence
+    ) -> tuple[tuple[Rewrite, ...], dict[str, Tensor]] | Skipped:
+        """Return the rewrites that put in the maps of a shape, and their data in the files' dtypes, or why they cannot.
+
+        Where `tensors` does not name a place, its map is of zeros. With what reads no input the norm before it goes.
+        """
+        rewrites: list[Rewrite] = []
+        values: dict[str, Tensor] = {}
+        for place, kind in shape.maps.items() if isinstance(shape, Uneven) else ():
+            held = tensors.get(place) or {part: torch.zeros(size) for part, size in kind.shapes(place.width).items()}
+            found = self._stand_in(place.site, place.outputs, kind, held, evidence)
+            if isinstance(found, Skipped):
+                return found
+            rewrites.append(found[0])
+            values |= found[1]
+            if kind.by in READ_NOTHING and place.norm is not None:
+                norm = self._stand_in(place.norm, None, MapKind("zero"), {}, evidence)
+                rewrites += [] if isinstance(norm, Skipped) else [norm[0]]
+        return tuple(rewrites), values
+
+    def _stand_in(
+        self, site: str, outputs: int | None, kind: MapKind, tensors: Mapping[str, Tensor], evidence: Evidence
+    ) -> tuple[StandIn, dict[str, Tensor]] | Skipped:
+        name = "sublayers" if kind.by in READ_NOTHING else "stand-in"
+        files = owned(self.program, self.checkpoint, site)
+        dtype = FLOATS[self.checkpoint.tensors[next(iter(files))].dtype] if files else torch.float32
+        typed = {part: tensor.to(dtype) for part, tensor in tensors.items()}
+        return stand_in(self.program, self.checkpoint, {site: outputs}, site, kind.by, typed, evidence, name)
 
     def refits(self, swept: Swept, evidence: Evidence) -> tuple[Replace, dict[str, Tensor]] | None:
         """Return the rewrite that puts in the fitted tensors, and their data in the files' dtypes, by their names."""

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from collapse.analysis.units import Kind
+from collapse.search.maps import MapKind
+from collapse.search.places import Place
 from collapse.search.units import Units
 
 KINDS: tuple[Kind, ...] = ("kv-groups", "neurons")
@@ -35,9 +37,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class Uneven(Shape):
-    """A shape of the free layout: no block is dropped, and each keeps its own number of units, as `kept` says."""
+    """A shape of the free layout: no block is dropped, and each keeps its own number of units, as `kept` says.
+
+    In the places of `maps` maps stand in for sublayers, units and all.
+    """
 
     kept: Mapping[Units, int] = field(default_factory=dict)
+    maps: Mapping[Place, MapKind] = field(default_factory=dict)
 
     def sizes(self, units: Sequence[Units]) -> dict[Units, int]:
         """Return how many units are kept where some are lost."""
@@ -48,18 +54,26 @@ class Uneven(Shape):
 class Prices:
     """What one size of a model (parameters, FLOPs or bytes) is made of.
 
-    `total` is the source's, `block` that of one block; `unit` that of one unit of each kind in one block.
+    `total` is the source's, `block` that of one block; `unit` that of one unit of each kind in one block; `place` that
+    of each sublayer, by its path, and `parameter` that of a parameter of a map.
     """
 
     total: float
     blocks: int
     block: float
     unit: Mapping[Kind, float]
+    place: Mapping[str, float] = field(default_factory=dict)
+    parameter: float = 1.0
+
+    def saved(self, place: Place, kind: MapKind) -> float:
+        """Return what goes of the size where a map stands in for a sublayer."""
+        return self.place[place.site] - self.parameter * kind.parameters(place.width)
 
     def share(self, shape: Shape) -> float:
         """Return what a shape leaves of the size, as a share of the source's."""
         if isinstance(shape, Uneven):
             lost = sum((one.size - size) * self.unit[one.kind] for one, size in shape.kept.items())
+            lost += sum(self.saved(place, kind) for place, kind in shape.maps.items())
             return (self.total - lost) / self.total
         left = self.blocks - len(shape.gone)
         each = self.block - sum(self.unit[kind] * count for kind, count in shape.lost.items())

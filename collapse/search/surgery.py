@@ -34,6 +34,12 @@ def put(model: nn.Module, name: str, value: torch.Tensor) -> None:
         module.nx, module.nf = module.weight.shape
 
 
+def put_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    """Give a model of `copy_sharing` another module at `path`."""
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
 def narrow_units(model: nn.Module, units: Units, kept: Iterable[int]) -> None:
     """Let a model of `copy_sharing` keep just these units; its modules get new tensors."""
     chosen = set(kept)

@@ -3,28 +3,33 @@
 Two residual streams go through the model side by side: the source's, and that of the model as it is smaller so far.
 In every block the reader of the units (of KV groups, then of neurons) is fitted to write what the source's stream lacks
 in the smaller one, so that it makes up for its own loss and for those before it. Behind a norm (Gemma's) there is no
-such sum, and the reader is fitted to what the source's writes.
+such sum, and the reader is fitted to what the source's writes. Where a map stands in for a sublayer, it is fitted in
+the same way, to what enters the sublayer in the smaller model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from collapse.analysis.layers import Layers
+from collapse.search.alone import ROWS
 from collapse.search.calls import Call, block_calls, inputs_of, watched
 from collapse.search.least_squares import RIDGE, eliminate, normal_equations, pulled
-from collapse.search.surgery import copy_sharing, drop_blocks, narrow_units, put
+from collapse.search.maps import Fit, MapKind, module_of
+from collapse.search.places import Place
+from collapse.search.surgery import copy_sharing, drop_blocks, narrow_units, put, put_module
 from collapse.search.units import Units
 
-ROWS = 8  # sequences that run together
 SAME_SUM = 1e-3  # of the stream's change: as far as an fp32 sum of a block's parts may be off
 
 Progress = Callable[[int, int], None]
+Part = Units | Place
 
 
 @dataclass(frozen=True)
@@ -36,12 +41,14 @@ class Swept:
         kept: of the units that were narrowed, the numbers of those that stay.
         weights: the readers' new tensors, by state-dict name, in the shapes of the smaller model, fp32.
         gone: numbers of the dropped blocks.
+        maps: the tensors of the maps that stand in for sublayers, by their part, fp32.
     """
 
     model: PreTrainedModel
     kept: Mapping[Units, tuple[int, ...]]
     weights: Mapping[str, Tensor]
     gone: tuple[int, ...] = ()
+    maps: Mapping[Place, Mapping[str, Tensor]] = field(default_factory=dict)
 
     @property
     def lost(self) -> dict[str, int]:
@@ -55,36 +62,66 @@ class Swept:
 class Sweep:
     """Sweeps over `model` with calibration `windows`, token ids [sequences, tokens].
 
-    `units` are those of every block in the order in which a block runs them.
+    `units` are those of every block in the order in which a block runs them, `places` the sublayers that maps may
+    stand in for.
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: Layers, units: Sequence[Units], windows: Tensor, ridge: float = RIDGE
+        self,
+        model: PreTrainedModel,
+        layers: Layers,
+        units: Sequence[Units],
+        windows: Tensor,
+        ridge: float = RIDGE,
+        places: Sequence[Place] = (),
     ) -> None:
         self._model, self._layers, self._units, self._ridge = model, layers, units, ridge
+        self._places = places
         self._batches = torch.split(windows, ROWS)
         self._blocks = list(model.get_submodule(layers.site).children())
 
-    def run(self, sizes: Mapping[Units, int], gone: Collection[int], progress: Progress) -> Swept:
+    def run(
+        self,
+        sizes: Mapping[Units, int],
+        gone: Collection[int],
+        progress: Progress,
+        maps: Mapping[Place, MapKind] = MappingProxyType({}),
+    ) -> Swept:
         """Return the model without the blocks `gone` that keeps as many units as `sizes` says, where it names them.
 
-        The readers of all units are fitted anew, also where no unit goes.
+        The readers of all units are fitted anew, also where no unit goes, but for those in the places of `maps`.
         """
         smaller = copy_sharing(self._model)
         own = list(smaller.get_submodule(self._layers.site).children())
         starts, calls = zip(*(block_calls(self._model, self._blocks, ids) for ids in self._batches), strict=True)
         state = _State(smaller, list(starts), list(starts), self._ridge)
         for number, block in enumerate(self._blocks):
-            units = [one for one in self._units if one.block == number]
+            parts = self._parts(number, maps)
             turn = [call[number] for call in calls]
             if number in gone:
                 state.source = [call(block, stream) for call, stream in zip(turn, state.source, strict=True)]
             else:
-                _Block(self._model, block, own[number], units, turn, state).run(sizes)
+                _Block(self._model, block, own[number], parts, turn, state).run(sizes, maps)
             progress(number + 1, len(self._blocks))
         if gone:
             drop_blocks(smaller, self._layers, gone)
-        return Swept(smaller, state.kept, state.weights, tuple(sorted(gone)))
+        return Swept(smaller, state.kept, state.weights, tuple(sorted(gone)), state.maps)
+
+    def _parts(self, block: int, maps: Collection[Place]) -> list[Part]:
+        """Return what a block adds to the stream, in its order: what reads units, or else a sublayer as a whole."""
+        places = [one for one in self._places if one.block == block]
+        whole = [one for one in places if one in maps or one.units not in self._units]
+        units = [one for one in self._units if one.block == block and all(one != place.units for place in whole)]
+        return sorted([*units, *whole], key=lambda one: not _attends(one))
+
+
+def _attends(part: Part) -> bool:
+    return part.attends if isinstance(part, Place) else part.kind == "kv-groups"
+
+
+def _path(part: Part) -> str:
+    """Return the module that writes what a part adds."""
+    return part.site if isinstance(part, Place) else part.reader
 
 
 @dataclass
@@ -99,6 +136,7 @@ class _State:
     def __post_init__(self) -> None:
         self.kept: dict[Units, tuple[int, ...]] = {}
         self.weights: dict[str, Tensor] = {}
+        self.maps: dict[Place, dict[str, Tensor]] = {}
 
 
 @dataclass(frozen=True)
@@ -108,25 +146,30 @@ class _Block:
     model: PreTrainedModel
     source: nn.Module
     own: nn.Module
-    units: Sequence[Units]
+    parts: Sequence[Part]
     calls: Sequence[Call]
     state: _State
 
-    def run(self, sizes: Mapping[Units, int]) -> None:
-        readers = [one.reader for one in self.units]
-        with watched(self.model, readers) as seen:
+    def run(self, sizes: Mapping[Units, int], maps: Mapping[Place, MapKind]) -> None:
+        with watched(self.model, [_path(part) for part in self.parts]) as seen:
             after = self._through(self.source, self.state.source)
         written = {path: [output for _, output in pairs] for path, pairs in seen.items()}
         direct = self._is_sum(after, list(written.values()))
         lacking = [theirs - ours for theirs, ours in zip(self.state.source, self.state.own, strict=True)]
-        for units in self.units:
-            inputs = inputs_of(self.state.smaller, units.reader, self.own, self.calls, self.state.own)
-            wanted = written[units.reader]
+        for part in self.parts:
+            wanted = written[_path(part)]
             if direct:
                 wanted = [one + lack for one, lack in zip(wanted, lacking, strict=True)]
-            found = self._refit(units, sizes.get(units, units.size), inputs, wanted)
+            if isinstance(part, Units):
+                found = self._refit(part, sizes.get(part, part.size), self._inputs(part), wanted)
+            elif part in maps:
+                found = self._map(part, maps[part], self._inputs(part), wanted)
+            elif direct:
+                found = self._written(part)
+            else:
+                continue
             lacking = [one - new for one, new in zip(wanted, found, strict=True)]
-        if self.units and direct:
+        if self.parts and direct:
             self.state.own = [theirs - lack for theirs, lack in zip(after, lacking, strict=True)]
         else:
             self.state.own = self._through(self.own, self.state.own)
@@ -135,8 +178,18 @@ class _Block:
     def _through(self, block: nn.Module, streams: Sequence[Tensor]) -> list[Tensor]:
         return [call(block, stream) for call, stream in zip(self.calls, streams, strict=True)]
 
+    def _inputs(self, part: Part) -> list[Tensor]:
+        """Return what a part reads in the smaller model."""
+        return inputs_of(self.state.smaller, _path(part), self.own, self.calls, self.state.own)
+
+    def _written(self, part: Part) -> list[Tensor]:
+        """Return what a part writes in the smaller model."""
+        with watched(self.state.smaller, [_path(part)]) as seen:
+            self._through(self.own, self.state.own)
+        return [output for _, output in seen[_path(part)]]
+
     def _is_sum(self, after: Sequence[Tensor], written: Sequence[Sequence[Tensor]]) -> bool:
-        """Whether the block adds just what its readers write to the stream, with nothing in between."""
+        """Whether the block adds just what its parts write to the stream, with nothing in between."""
         change = after[0] - self.state.source[0]
         rest = change - sum((outputs[0] for outputs in written), torch.zeros(()))
         return bool(rest.norm() <= SAME_SUM * change.norm())
@@ -156,6 +209,14 @@ class _Block:
             put(self.state.smaller, name, tensor)
             self.state.weights[name] = tensor
         return [nn.functional.linear(reader.extended(x)[..., columns], matrix) for x in inputs]
+
+    def _map(self, place: Place, kind: MapKind, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
+        """Put a map in a place, fitted to what is wanted of it, and return what it gives."""
+        tensors = Fit.of(zip(inputs, wanted, strict=True)).tensors(kind)
+        made = module_of(place, kind, tensors)
+        put_module(self.state.smaller, place.site, made)
+        self.state.maps[place] = tensors
+        return [found if place.outputs is None else found[0] for found in map(made, inputs)]
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from collapse.analysis.block_runs import BlockRuns
-from collapse.analysis.layer_search import BATCH
 from collapse.analysis.layers import Layers
-from collapse.search.calls import block_calls, watched
+from collapse.search.alone import Alone, readings
 from collapse.search.least_squares import RIDGE, Normal, eliminations, normal_equations, pulled
 from collapse.search.surgery import copy_sharing, narrow_units, put
-from collapse.search.sweep import ROWS, Reader
+from collapse.search.sweep import Reader
 from collapse.search.units import Units
 
 FRACTIONS = (0.25, 0.625)  # of a block's units that are tried without
@@ -48,34 +46,29 @@ class Trials:
 
     def run(self, progress: Progress) -> tuple[Trial, ...]:
         """Return what all units cost at several sizes, tried or in between; at full size they cost nothing."""
-        runs = BlockRuns(self.model, self.layers.site)
-        before = [_Source.of(runs, ids) for ids in torch.split(self.choosing, BATCH)]
+        if not self.units:
+            return ()
+        alone = Alone.of(self.model, self.layers, self.choosing)
         found: list[Trial] = []
         for done, (units, normal) in enumerate(self._normals(), 1):
             parts = [tuple(units.columns([unit])) for unit in range(units.size)]
             tried = []
             for kept in eliminations(normal, parts, sizes_of(units)):
-                smaller = self._narrowed(units, normal, kept)
-                tried.append(Trial(units, len(kept), self._kl(smaller, units.block, before)))
+                tried.append(Trial(units, len(kept), alone.kl(self._narrowed(units, normal, kept), units.block)))
             found += in_between(tried)
             progress(done, len(self.units))
         return tuple(found)
 
     def _normals(self) -> Iterator[tuple[Units, Normal]]:
         """Yield the pulled normal equations of every reader on the source's own stream."""
-        blocks = list(self.model.get_submodule(self.layers.site).children())
-        starts, calls = zip(
-            *(block_calls(self.model, blocks, ids) for ids in torch.split(self.fitting, ROWS)), strict=True
-        )
-        streams = list(starts)
-        for number, block in enumerate(blocks):
-            units = [one for one in self.units if one.block == number]
-            with watched(self.model, [one.reader for one in units]) as seen:
-                streams = [call[number](block, stream) for call, stream in zip(calls, streams, strict=True)]
-            for one in units:
-                reader = Reader.of(self.model, one)
-                pairs = ((reader.extended(x), y) for x, y in seen[one.reader])
-                yield one, pulled(normal_equations(pairs), reader.matrix, self.ridge)
+        by_reader = {one.reader: one for one in self.units}
+        paths: dict[int, list[str]] = {}
+        for one in self.units:
+            paths.setdefault(one.block, []).append(one.reader)
+        for path, pairs in readings(self.model, self.layers, self.fitting, paths):
+            units, reader = by_reader[path], Reader.of(self.model, by_reader[path])
+            extended = ((reader.extended(x), y) for x, y in pairs)
+            yield units, pulled(normal_equations(extended), reader.matrix, self.ridge)
 
     def _narrowed(self, units: Units, normal: Normal, kept: Sequence[int]) -> PreTrainedModel:
         smaller = copy_sharing(self.model)
@@ -85,34 +78,6 @@ class Trials:
         for name, tensor in reader.tensors(normal.solve(columns).float()).items():
             put(smaller, name, tensor)
         return smaller
-
-    def _kl(self, smaller: PreTrainedModel, block: int, before: Sequence[_Source]) -> float:
-        tried = BlockRuns(smaller, self.layers.site)
-        total = sum(one.kl(tried.run(one.ids, start=block, state=one.states[block]).logits) for one in before)
-        return total / self.choosing.numel()
-
-
-@dataclass(frozen=True)
-class _Source:
-    """The source on a batch of ids [n, tokens]: its stream before every block, and log-probabilities [n * tokens, ids].
-
-    These are kept, since they are needed for every trial.
-    """
-
-    ids: Tensor
-    states: Mapping[int, Tensor]
-    says: Tensor
-
-    @classmethod
-    def of(cls, runs: BlockRuns, ids: Tensor) -> _Source:
-        seen = runs.run(ids)
-        return cls(ids, seen.states, seen.logits.flatten(0, -2).float().log_softmax(-1))
-
-    def kl(self, logits: Tensor) -> float:
-        """Return the KL divergence of what the source says from other logits, summed over tokens, nats."""
-        found = logits.flatten(0, -2).float().log_softmax(-1)
-        rows = zip(torch.split(self.says, ROWS), torch.split(found, ROWS), strict=True)
-        return sum(float(nn.functional.kl_div(q, p, reduction="sum", log_target=True)) for p, q in rows)
 
 
 def in_between(tried: Sequence[Trial]) -> tuple[Trial, ...]:
