@@ -33,7 +33,7 @@ from collapse.search.units import Units, units_of
 from collapse.search.walk import Order, Point, Walk
 from collapse.sequences import cut, encoder, text_bytes
 
-FIT_WINDOW, FITTING = 256, 64  # tokens of a sequence to fit to; sequences
+FIT_WINDOW, FITTING = 256, 128  # tokens of a sequence to fit to; sequences
 WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones, make a bound tight
 CHOOSING, HELD_OUT = 32, 512  # sequences; a rate of a hundredth is not certified with fewer
 STRETCH, EVERY = 8, 4  # of calibration blocks, every fourth stretch of eight chooses, the others fit
