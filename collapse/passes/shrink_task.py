@@ -37,7 +37,7 @@ FIT_WINDOW, FITTING = 256, 128  # tokens of a sequence to fit to; sequences
 WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones, make a bound tight
 CHOOSING, HELD_OUT = 32, 512  # sequences; a rate of a hundredth is not certified with fewer
 STRETCH, EVERY = 8, 4  # of calibration blocks, every fourth stretch of eight chooses, the others fit
-TRIED_EVERY = 4  # of the sequences one in four, where single blocks are tried at many sizes
+FIT_EVERY, TRY_EVERY = 4, 8  # of the sequences one in so many, where single blocks are fitted and tried
 SIZE_OF = {"params": "params", "flops": "prefill_flops", "decode": "weight_bytes_per_decode_token"}
 PENDING = Evidence(grade="measured", claim="is being measured", method="search")
 
@@ -98,7 +98,7 @@ class Task:
         choosing = Judge.of(runs, texts.choosing)
         walk: Walk | FreeWalk
         if context.layout == "free":
-            some = texts.fitting[::TRIED_EVERY], texts.choosing[::TRIED_EVERY]
+            some = texts.fitting[::FIT_EVERY], texts.choosing[::TRY_EVERY]
             trials = Trials(model, layers, units, *some)
             maps = MapTrials(model, layers, tried_kinds(places, moves), *some)
             walk = FreeWalk(sweep, choosing, prices, units, trials, maps, places.attentions, context.progress)
