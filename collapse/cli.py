@@ -15,9 +15,10 @@ from collapse.cli_check import add_commands
 from collapse.cli_influence import influence
 from collapse.cli_inspect import flops, graph, report, trace
 from collapse.cli_schema import schema_app
-from collapse.errors import CollapseError, OutputError
+from collapse.errors import CollapseError, OutputError, PlanError
 
 if TYPE_CHECKING:
+    from collapse.heal.settings import Settings
     from collapse.options import Options
     from collapse.pipeline import Result
     from collapse.progress import Stopwatch
@@ -55,6 +56,7 @@ Budgets = Annotated[
 Heal = Annotated[
     str | None, typer.Option("--heal", metavar="TOKENS", help="Distill what a budget took from, on so much text: 200k.")
 ]
+HealBf16 = Annotated[bool, typer.Option("--heal-bf16", help="Let --heal run both models in bfloat16 while training.")]
 Protect = Annotated[
     list[Path] | None, typer.Option("--protect", metavar="FILES...", help="Text that --heal must not make worse.")
 ]
@@ -86,6 +88,7 @@ def export(
     passes: Passes = None,
     budget: Budgets = None,
     heal: Heal = None,
+    heal_bf16: HealBf16 = False,
     protect: Protect = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="Apply exactly this reviewed plan.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier output of collapse.")] = False,
@@ -112,7 +115,7 @@ def export(
         layout,
         passes,
         budget,
-        heal,
+        _healing(heal, heal_bf16, seed),
         protect,
         seed,
         max_shard_size,
@@ -143,6 +146,7 @@ def make(
     passes: Passes = None,
     budget: Budgets = None,
     heal: Heal = None,
+    heal_bf16: HealBf16 = False,
     protect: Protect = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, for review.")] = None,
     seed: Seed = 0,
@@ -156,7 +160,8 @@ def make(
         reason = "is a directory" if output.is_dir() else "its directory does not exist"
         raise OutputError(f"cannot be written: {reason}", where=str(output), fix="name a file")
     watch = _watch(quiet)
-    options = _options(corpus, field, stage, placeholder, threshold, layout, passes, budget, heal, protect, seed)
+    healing = _healing(heal, heal_bf16, seed)
+    options = _options(corpus, field, stage, placeholder, threshold, layout, passes, budget, healing, protect, seed)
     result = make_plan(model, schema, options, save=output, watch=watch)
     _tell(result, watch, as_json, quiet)
 
@@ -185,7 +190,7 @@ def _options(
     layout: str,
     passes: list[str] | None,
     budget: str | None,
-    heal: str | None,
+    heal: Settings | None,
     protect: list[Path] | None,
     seed: int,
     max_shard_size: int | None = None,
@@ -193,7 +198,6 @@ def _options(
     sign: Path | None = None,
 ) -> Options:
     from collapse.budget import parse_budgets
-    from collapse.heal.settings import Settings, parse_tokens
     from collapse.options import make_options
     from collapse.signing import load_private_key
 
@@ -206,13 +210,21 @@ def _options(
         layout=layout,
         passes=tuple(passes) if passes else None,
         budgets=parse_budgets(budget) if budget is not None else None,
-        heal=Settings(tokens=parse_tokens(heal), seed=seed) if heal is not None else None,
+        heal=heal,
         protect=tuple(protect or ()),
         seed=seed,
         max_shard_size=max_shard_size,
         prompts=prompts,
         sign=load_private_key(sign) if sign else None,
     )
+
+
+def _healing(tokens: str | None, bf16: bool, seed: int) -> Settings | None:
+    from collapse.heal.settings import Settings, parse_tokens
+
+    if tokens is None and bf16:
+        raise PlanError("is about a healing, and none is asked for", where="--heal-bf16", fix="add --heal")
+    return Settings(tokens=parse_tokens(tokens), seed=seed, bf16=bf16) if tokens is not None else None
 
 
 def _watch(quiet: bool) -> Stopwatch:
