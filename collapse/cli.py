@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collapse.options import Options
     from collapse.pipeline import Result
     from collapse.progress import Stopwatch
+    from collapse.search_path import SearchPath
 
 USAGE_ERROR = typer.BadParameter.__bases__[0]  # typer does not export the class that it raises
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -103,9 +104,11 @@ def export(
     from collapse.pipeline import export as run
     from collapse.plan import Plan
     from collapse.rewrite.values import load_values
+    from collapse.search_path import load_path
 
     reviewed = Plan.load(plan) if plan else None
     values = load_values(reviewed, plan) if reviewed and plan else None
+    searched = load_path(reviewed, plan) if reviewed and plan else None
     options = _options(
         corpus,
         field,
@@ -121,6 +124,7 @@ def export(
         max_shard_size,
         prompts,
         sign,
+        searched,
     )
     watch = _watch(quiet)
     target = output or _default_output(model, schema)
@@ -196,6 +200,7 @@ def _options(
     max_shard_size: int | None = None,
     prompts: int | None = None,
     sign: Path | None = None,
+    searched: SearchPath | None = None,
 ) -> Options:
     from collapse.budget import parse_budgets
     from collapse.options import make_options
@@ -216,6 +221,7 @@ def _options(
         max_shard_size=max_shard_size,
         prompts=prompts,
         sign=load_private_key(sign) if sign else None,
+        searched=searched,
     )
 
 
@@ -244,6 +250,7 @@ def _default_output(model: str, schema: str) -> Path:
 def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
     from collapse.canonical import dumps
     from collapse.report.markdown import summary_table
+    from collapse.report.path import path_table
     from collapse.report.speed import sentence
 
     watch.finish()
@@ -255,6 +262,8 @@ def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
             typer.echo(f"{item.grade}: {item.pass_name} {item.kind} {item.site}: {item.evidence.claim}")
         for note in result.report.notes:
             typer.echo(note)
+        if result.report.search and result.report.search.points:
+            typer.echo(path_table(result.report.search))
         if result.report.decode_speed:
             typer.echo(sentence(result.report.decode_speed))
     if result.output and not as_json:

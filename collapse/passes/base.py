@@ -20,6 +20,7 @@ from collapse.memory import release_memory
 from collapse.plan import Layout, Rewrite, Skipped, Stage
 from collapse.program import Program
 from collapse.schema import InputSchema
+from collapse.search_path import SearchPath
 from collapse.sequences import Sequences
 
 Progress = Callable[[str, int, int], None]  # what, how many done, of how many
@@ -107,12 +108,13 @@ class Proposal:
 
     `values` has the computed data of every tensor that a `Replace` among the rewrites names, by the source's name, in
     the source's dtype and the output's shape, and of every tensor that a `StandIn` or `AddBias` adds, by its prefix and
-    part; `collapse.fingerprint.data_digest` gives the digests of the plan.
+    part; `collapse.fingerprint.data_digest` gives the digests of the plan. `path` is what a search went through.
     """
 
     rewrites: tuple[Rewrite, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    path: SearchPath | None = None
 
 
 class Pass(Protocol):

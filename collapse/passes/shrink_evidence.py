@@ -14,24 +14,27 @@ Figures = dict[str, float | int | str]
 
 def measurement(losses: Iterable[SequenceLoss], point: Point, prices: Mapping[str, Prices]) -> Evidence:
     """Return what a point loses on held-out text, as *measured* evidence."""
-    found = list(losses)
-    tokens = sum(one.tokens for one in found)
-    kl = sum(one.kl for one in found) / tokens
-    regret = sum(one.nll - one.source_nll for one in found) / sum(one.source_nll for one in found)
-    confident = sum(one.confident_flips for one in found) / max(1, sum(one.confident for one in found))
-    less = 1 - prices["params"].share(point.shape)
+    figures = total_losses(losses)
+    kl, less = figures["kl"], 1 - prices["params"].share(point.shape)
     return Evidence(
         grade="measured",
         claim=f"with {less:.1%} less parameters the mean KL divergence on held-out text is {kl:.4f} nats a token",
         method="search by measured KL with refitting on calibration text; losses on held-out text, with no bound",
-        figures={
-            "kl": kl,
-            "regret": regret,
-            "flips": sum(one.flips for one in found) / tokens,
-            "confident_flips": confident,
-            "tokens": tokens,
-        },
+        figures=figures,
     )
+
+
+def total_losses(losses: Iterable[SequenceLoss]) -> Figures:
+    """Return what some sequences lose together: mean KL in nats a token, regret and flips as shares."""
+    found = list(losses)
+    tokens = sum(one.tokens for one in found)
+    return {
+        "kl": sum(one.kl for one in found) / tokens,
+        "regret": sum(one.nll - one.source_nll for one in found) / sum(one.source_nll for one in found),
+        "flips": sum(one.flips for one in found) / tokens,
+        "confident_flips": sum(one.confident_flips for one in found) / max(1, sum(one.confident for one in found)),
+        "tokens": tokens,
+    }
 
 
 def path_figures(path: Sequence[Point]) -> Figures:

@@ -12,6 +12,7 @@ from collapse.analysis.block_runs import BlockRuns
 from collapse.analysis.flops import Cost, cost
 from collapse.analysis.layer_search import LayerSearch
 from collapse.analysis.layers import Layers
+from collapse.analysis.traffic import element_bytes
 from collapse.analysis.units import Kind
 from collapse.canonical import digest
 from collapse.certify.losses import SequenceLoss
@@ -128,6 +129,12 @@ class Task:
         assert not isinstance(narrower, Skipped) and not isinstance(maps, Skipped)  # the walk takes what is allowed
         after = _cost(self.context, (*narrower, *maps[0]))
         return {name: getattr(after, field) / getattr(self.before, field) for name, field in SIZE_OF.items()}
+
+    def source_cost(self) -> Cost:
+        """Return the sizes of the source, with the element sizes of its files."""
+        context = self.context
+        sizes = element_bytes(context.checkpoint, context.program)
+        return cost(context.program, prompt=context.schema.workload.prompt, element_bytes=sizes)
 
     def losses(self, point: Point) -> Iterator[SequenceLoss]:
         """Yield what every held-out sequence loses at a point."""
