@@ -61,6 +61,10 @@ HealBf16 = Annotated[bool, typer.Option("--heal-bf16", help="Let --heal run both
 Protect = Annotated[
     list[Path] | None, typer.Option("--protect", metavar="FILES...", help="Text that --heal must not make worse.")
 ]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", help="Where a search keeps what it measured, to go on after an interruption.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Measure all anew, and keep nothing.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the split and of the samples.")]
 ShardSize = Annotated[int, typer.Option("--max-shard-size", min=1, help="Bytes of the largest weight file.")]
 Sign = Annotated[
@@ -91,6 +95,8 @@ def export(
     heal: Heal = None,
     heal_bf16: HealBf16 = False,
     protect: Protect = None,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     plan: Annotated[Path | None, typer.Option("--plan", help="Apply exactly this reviewed plan.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier output of collapse.")] = False,
     max_shard_size: ShardSize = 5 * 10**9,
@@ -125,6 +131,7 @@ def export(
         prompts,
         sign,
         searched,
+        cache=_cache(cache, no_cache),
     )
     watch = _watch(quiet)
     target = output or _default_output(model, schema)
@@ -152,6 +159,8 @@ def make(
     heal: Heal = None,
     heal_bf16: HealBf16 = False,
     protect: Protect = None,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, for review.")] = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -165,7 +174,20 @@ def make(
         raise OutputError(f"cannot be written: {reason}", where=str(output), fix="name a file")
     watch = _watch(quiet)
     healing = _healing(heal, heal_bf16, seed)
-    options = _options(corpus, field, stage, placeholder, threshold, layout, passes, budget, healing, protect, seed)
+    options = _options(
+        corpus,
+        field,
+        stage,
+        placeholder,
+        threshold,
+        layout,
+        passes,
+        budget,
+        healing,
+        protect,
+        seed,
+        cache=_cache(cache, no_cache),
+    )
     result = make_plan(model, schema, options, save=output, watch=watch)
     _tell(result, watch, as_json, quiet)
 
@@ -201,6 +223,8 @@ def _options(
     prompts: int | None = None,
     sign: Path | None = None,
     searched: SearchPath | None = None,
+    *,
+    cache: Path | None,
 ) -> Options:
     from collapse.budget import parse_budgets
     from collapse.options import make_options
@@ -222,6 +246,7 @@ def _options(
         prompts=prompts,
         sign=load_private_key(sign) if sign else None,
         searched=searched,
+        cache=cache,
     )
 
 
@@ -231,6 +256,14 @@ def _healing(tokens: str | None, bf16: bool, seed: int) -> Settings | None:
     if tokens is None and bf16:
         raise PlanError("is about a healing, and none is asked for", where="--heal-bf16", fix="add --heal")
     return Settings(tokens=parse_tokens(tokens), seed=seed, bf16=bf16) if tokens is not None else None
+
+
+def _cache(folder: Path | None, nothing: bool) -> Path | None:
+    from collapse.sources import cache_directory
+
+    if nothing and folder:
+        raise PlanError("is where to keep what --no-cache says not to keep", where="--cache", fix="leave one out")
+    return None if nothing else folder or cache_directory() / "search"
 
 
 def _watch(quiet: bool) -> Stopwatch:

@@ -37,6 +37,8 @@ class Options:
         budgets: what may be lost, or is to be saved; without any, only what costs nothing goes.
         heal: how the collapsed model is distilled from its source; by default it is not.
         protect: files of text that healing must not make worse.
+        cache: a folder in which a search keeps what it measured, so that one that was interrupted goes on; by default
+            it keeps nothing.
         searched: the path of the search that led to a reviewed plan, as of `load_path`, to be written with it.
         sign: the key that the manifest is signed with, of `collapse.signing.load_private_key`; by default it is not.
     """
@@ -56,6 +58,7 @@ class Options:
     budgets: tuple[Budget, ...] = ()
     heal: Settings | None = None
     protect: tuple[Path, ...] = ()
+    cache: Path | None = None
     searched: SearchPath | None = None
 
 

@@ -161,6 +161,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         layout=options.layout,
         budgets=options.budgets,
         protected=protected,
+        cache=options.cache,
         progress=watch.advance,
     )
 

@@ -46,7 +46,7 @@ class PathPoint(Record):
     """One model: what it is without, how large that leaves it, and what it loses.
 
     `lost` counts units of each kind, all blocks together; `by_block`, in the free layout alone, those of each block
-    that loses some, by its number. `shares` are what is left of the source's sizes, as budgets name them, reckoned from
+    that loses some, by its number; `maps` what stands in for sublayers there, by their path. `shares` are what is left of the source's sizes, as budgets name them, reckoned from
     what each block and unit holds; `counted` are the same counted in the model's graph, where the search needed that.
     `kl` is the mean divergence from the source on the text that chose, nats a token; `tried` so many models of about
     this size were compared.
@@ -55,6 +55,7 @@ class PathPoint(Record):
     dropped: tuple[int, ...] = ()
     lost: dict[str, int] = Field(default_factory=dict)
     by_block: dict[str, dict[int, int]] = Field(default_factory=dict)
+    maps: dict[str, str] = Field(default_factory=dict)
     shares: dict[str, float]
     counted: dict[str, float] = Field(default_factory=dict)
     kl: float

@@ -49,12 +49,14 @@ class LayerSearch:
         self._runs, self._contenders = runs, contenders
         self._batches = [_Batch(ids, runs.run(ids).states[len(runs)]) for ids in torch.split(windows, BATCH)]
 
-    def steps(self, size: int, allowed: Callable[[tuple[int, ...]], bool], progress: Progress) -> Iterator[Step]:
+    def steps(
+        self, size: int, allowed: Callable[[tuple[int, ...]], bool], progress: Progress, gone: tuple[int, ...] = ()
+    ) -> Iterator[Step]:
         """Yield ever shorter models out of `size` blocks, one block fewer each time, while `allowed` finds one.
 
-        `allowed` says of a set of dropped blocks, ascending, whether the architecture can do without them.
+        `allowed` says of a set of dropped blocks, ascending, whether the architecture can do without them; `gone` is
+        the set to begin with.
         """
-        gone: tuple[int, ...] = ()
         while len(gone) < size - 1 and (step := self._next(gone, size, allowed)) is not None:
             yield step
             gone = step.dropped

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -54,6 +55,7 @@ class Context:
     budgets: tuple[Budget, ...] = ()
     protected: tuple[str, ...] = ()
     related: tuple[str, ...] = ()
+    cache: Path | None = None
     progress: Progress = no_progress
 
     @cached_property

@@ -19,7 +19,7 @@ from collapse.passes.base import Context, Proposal
 from collapse.passes.shrink_evidence import Figures, measurement, path_figures
 from collapse.passes.shrink_path import Trail, rounded
 from collapse.passes.shrink_places import MAPPING, uniform
-from collapse.passes.shrink_task import WINDOW, Task, texts_of
+from collapse.passes.shrink_task import WINDOW, Task, opened_memory, texts_of
 from collapse.plan import Evidence, Skipped
 from collapse.search.walk import Point
 
@@ -69,10 +69,11 @@ class Shrinking:
         if texts is None:
             reason = f"the corpus has too little text for sequences of {WINDOW} tokens to fit, to choose and to judge"
             return Proposal(skipped=(self._skipped(reason),))
-        task = Task.of(context, lists[0], self.moves, texts)
-        trail = Trail(task, self.moves)
-        losses = tuple(one for one in context.budgets if one.kind == "loss")
-        chosen = self._certified(task, losses, trail) if losses else self._measured(task, trail)
+        with opened_memory(context, texts, self.moves) as memory:
+            task = Task.of(context, lists[0], self.moves, texts, memory)
+            trail = Trail(task, self.moves)
+            losses = tuple(one for one in context.budgets if one.kind == "loss")
+            chosen = self._certified(task, losses, trail) if losses else self._measured(task, trail)
         return replace(chosen, skipped=(*chosen.skipped, *task.left_alone), path=trail.path())
 
     def _skipped(self, reason: str, figures: Figures | None = None) -> Skipped:

@@ -42,15 +42,15 @@ def path_figures(path: Sequence[Point]) -> Figures:
     if not path:
         return {}
     last = path[-1]
-    lost = {f"{kind}_lost": count for kind, count in last.swept.lost.items()}
+    lost = {f"{kind}_lost": count for kind, count in last.lost.items()}
     walked = "; ".join(f"{_said(point)}: KL {point.kl:.4f}" for point in path)
-    maps: Figures = {"maps": len(last.swept.maps)} if last.swept.maps else {}
+    maps: Figures = {"maps": len(last.maps)} if last.maps else {}
     return {"dropped_blocks": len(last.shape.gone), **lost, **maps, "calibration_kl": last.kl, "path": walked}
 
 
 def _said(point: Point) -> str:
     parts = [f"{len(point.shape.gone)} blocks"] if point.shape.gone else []
-    parts += [f"{count} {kind}" for kind, count in point.swept.lost.items()]
-    maps = f"with {len(point.swept.maps)} maps" if point.swept.maps else ""
+    parts += [f"{count} {kind}" for kind, count in point.lost.items()]
+    maps = f"with {len(point.maps)} maps" if point.maps else ""
     narrower = "without " + ", ".join(parts or ["anything"])
     return narrower if not maps else f"{narrower}, {maps}" if parts else maps

@@ -35,8 +35,9 @@ class Trail:
         self.points.append(
             PathPoint(
                 dropped=point.shape.gone,
-                lost=dict(point.swept.lost),
+                lost=dict(point.lost),
                 by_block=_by_block(point),
+                maps={place.site: str(kind) for place, kind in point.maps.items()},
                 shares=rounded(shares),
                 kl=point.kl,
                 tried=point.tried,

@@ -42,7 +42,8 @@ def _row(point: PathPoint, before: Sizes) -> tuple[str, ...]:
 def _without(point: PathPoint) -> str:
     blocks = [f"blocks {', '.join(map(str, point.dropped))}"] if point.dropped else []
     units = [f"{count} {kind}" for kind, count in point.lost.items() if count]
-    return ", ".join((*blocks, *units)) or "nothing, refitted"
+    maps = [f"{len(point.maps)} sublayers, which have maps"] if point.maps else []
+    return ", ".join((*blocks, *units, *maps)) or "nothing, refitted"
 
 
 def _bound(bound: HeldBound) -> str:
