@@ -46,10 +46,10 @@ class PathPoint(Record):
     """One model: what it is without, how large that leaves it, and what it loses.
 
     `lost` counts units of each kind, all blocks together; `by_block`, in the free layout alone, those of each block
-    that loses some, by its number; `maps` what stands in for sublayers there, by their path. `shares` are what is left of the source's sizes, as budgets name them, reckoned from
-    what each block and unit holds; `counted` are the same counted in the model's graph, where the search needed that.
-    `kl` is the mean divergence from the source on the text that chose, nats a token; `tried` so many models of about
-    this size were compared.
+    that loses some, by its number; `maps` what stands in for sublayers there, by their path. `shares` are what is left
+    of the source's sizes, as budgets name them, reckoned from what each block and unit holds; `counted` are the same
+    counted in the model's graph, where the search needed that. `kl` is the mean divergence from the source on the text
+    that chose, nats a token; `tried` so many models of about this size were compared.
     """
 
     dropped: tuple[int, ...] = ()
