@@ -24,7 +24,7 @@ from collapse.analysis.layer_search import LayerSearch, Step
 from collapse.budget import parse_budgets
 from collapse.canonical import digest, dumps
 from collapse.certify.losses import SequenceLoss
-from collapse.errors import OutputError
+from collapse.errors import CollapseError
 from collapse.pipeline import make_plan
 from collapse.program import Program
 from collapse.search.measure import Judge
@@ -36,7 +36,7 @@ from collapse.search.units import Units
 from collapse.trace import trace
 from tests.command import Command
 from tests.test_export import LOG
-from tests.test_shrink import llama  # noqa: F401  (a fixture)
+from tests.test_shrink import idle_llama
 
 FREE = Options(passes=("neurons",), budgets=parse_budgets("params=-5%"), layout="free")
 NATIVE = Options(passes=("layers", "neurons"), budgets=parse_budgets("kl<=0.3,params=-12%"))
@@ -107,7 +107,7 @@ def test_a_killed_search_goes_on_where_it_was_and_gives_the_same_bytes(
     name: str,
     llama: Path,
     tmp_path: Path,
-    calls: Counter[str],  # noqa: F811
+    calls: Counter[str],
 ) -> None:
     options, files = CASES[name]
     whole = plan(llama, options, None, tmp_path / "whole.json")
@@ -133,7 +133,12 @@ def test_a_killed_search_goes_on_where_it_was_and_gives_the_same_bytes(
 
 
 @pytest.fixture(scope="module")
-def kept(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return idle_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def kept(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file of a finished search."""
     cache = tmp_path_factory.mktemp("kept")
     plan(llama, FREE, cache, cache / "plan.json")
@@ -145,7 +150,7 @@ def test_another_budget_tries_no_block_again(
     llama: Path,
     kept: Path,
     tmp_path: Path,
-    calls: Counter[str],  # noqa: F811
+    calls: Counter[str],
 ) -> None:
     shutil.copy(kept, tmp_path / kept.name)
     plan(llama, replace(FREE, budgets=parse_budgets("params=-3%")), tmp_path, tmp_path / "other.json")
@@ -157,7 +162,7 @@ def test_what_was_measured_of_another_model_text_or_code_is_not_used(
     kept: Path,
     tmp_path: Path,
     calls: Counter[str],
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     other = Path(shutil.copytree(llama, tmp_path / "model"))
     weights = load_file(other / "model.safetensors")
@@ -207,13 +212,13 @@ def test_a_damaged_file_is_refused_in_one_line_and_stays(
     name: str,
     llama: Path,
     kept: Path,
-    tmp_path: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     change, reason = DAMAGED[name]
     file = tmp_path / kept.name
     file.write_bytes(change(kept.read_bytes()))
     made_for, before = json.loads(kept.read_bytes())["made_for"], file.read_bytes()
-    with pytest.raises(OutputError, match=reason) as caught, remembering(tmp_path, made_for):
+    with pytest.raises(CollapseError, match=reason) as caught, remembering(tmp_path, made_for):
         pytest.fail("it was opened")
     assert "\n" not in str(caught.value) and file.read_bytes() == before
 
@@ -299,7 +304,7 @@ def test_the_command_keeps_by_default_and_not_if_told_so(
     llama: Path,
     tmp_path: Path,
     command: Command,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folders: list[Path | None] = []
     monkeypatch.setattr("collapse.pipeline.make_plan", lambda *a, **o: folders.append(a[2].cache) or sys.exit(0))

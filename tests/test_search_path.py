@@ -19,7 +19,7 @@ from collapse.report.data import Report
 from collapse.search_path import PATH_FILE, SearchPath, load_path, path_beside
 from tests.command import Command
 from tests.test_export import LOG
-from tests.test_shrink import llama  # noqa: F401  (a fixture)
+from tests.test_shrink import idle_llama
 
 BUDGET = "kl<=0.3,params=-12%"
 
@@ -29,7 +29,12 @@ def read(file: Path) -> SearchPath:
 
 
 @pytest.fixture(scope="module")
-def planned(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return idle_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def planned(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan file, of blocks and neurons, with what stands beside it."""
     file = tmp_path_factory.mktemp("plan") / "plan.json"
     options = Options(passes=("layers", "neurons"), budgets=parse_budgets(BUDGET))
@@ -38,7 +43,7 @@ def planned(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # n
 
 
 @pytest.fixture(scope="module")
-def free(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:  # noqa: F811
+def free(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     options = Options(passes=("neurons",), budgets=parse_budgets("params=-5%"), layout="free", prompts=2, new_tokens=4)
     return export(llama, tmp_path_factory.mktemp("free") / "out", LOG, options)
 
@@ -66,7 +71,7 @@ def test_the_path_beside_a_plan_says_what_its_evidence_says(planned: Path) -> No
     assert all(point.held_out and point.bounds for point in path.points), "each was judged on the way"
 
 
-def test_a_reviewed_plan_takes_its_path_along(llama: Path, planned: Path, tmp_path: Path, command: Command) -> None:  # noqa: F811
+def test_a_reviewed_plan_takes_its_path_along(llama: Path, planned: Path, tmp_path: Path, command: Command) -> None:
     out = tmp_path / "out"
     found = command("export", llama, "--plan", planned, "-o", out, "--prompts", 1, "-q")
     assert found.code == 0, found.err
@@ -95,7 +100,7 @@ def test_in_the_free_layout_each_block_is_told(free: Result) -> None:
     assert point.held_out.kl == narrows[0].evidence.figures["kl"]
 
 
-def test_where_nothing_is_taken_the_path_says_why(llama: Path) -> None:  # noqa: F811
+def test_where_nothing_is_taken_the_path_says_why(llama: Path) -> None:
     options = Options(passes=("neurons",), budgets=parse_budgets("confident-flips<=0.0001%"))
     result = make_plan(llama, LOG, options)
     path = result.report.search
@@ -103,7 +108,7 @@ def test_where_nothing_is_taken_the_path_says_why(llama: Path) -> None:  # noqa:
     assert [point.taken for point in path.points] == [False] and path.points[0].bounds[0].met is False
 
 
-def test_without_a_budget_there_is_no_path_and_an_earlier_one_goes(llama: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_without_a_budget_there_is_no_path_and_an_earlier_one_goes(llama: Path, tmp_path: Path) -> None:
     path_beside(tmp_path / "plan.json").write_text("of an earlier plan of the name")
     result = make_plan(llama, LOG, Options(passes=("neurons",)), save=tmp_path / "plan.json")
     assert result.report.search is None and [one.name for one in tmp_path.iterdir()] == ["plan.json"]

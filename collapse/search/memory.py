@@ -98,7 +98,7 @@ def remembering(folder: Path | None, made_for: Mapping[str, Any]) -> Iterator[Me
     """Open what is kept in `folder` of a search that depends on `made_for`; None keeps nothing.
 
     Where another search of the same has it open, or the folder cannot be written, nothing is kept either. Raises
-    `OutputError` for a file that is damaged or another's.
+    `CollapseError` for a file that is damaged or another's.
     """
     with _locked(folder, made_for) as path:
         yield Memory(store.Store(Content, made_for, path))
