@@ -27,11 +27,12 @@ from collapse.certify.losses import SequenceLoss
 from collapse.errors import CollapseError
 from collapse.pipeline import make_plan
 from collapse.program import Program
+from collapse.search.alone import Alone
 from collapse.search.measure import Judge
 from collapse.search.memory import Content, Memory, key_of, remembering
 from collapse.search.shapes import Shape, Uneven
 from collapse.search.sweep import Sweep
-from collapse.search.trials import Trials, sizes_of
+from collapse.search.trials import FRACTIONS, sizes_of
 from collapse.search.units import Units
 from collapse.trace import trace
 from tests.command import Command
@@ -40,7 +41,9 @@ from tests.test_shrink import idle_llama
 
 FREE = Options(passes=("neurons",), budgets=parse_budgets("params=-5%"), layout="free")
 NATIVE = Options(passes=("layers", "neurons"), budgets=parse_budgets("kl<=0.3,params=-12%"))
-CASES = {"free": (FREE, 2), "native": (NATIVE, 3)}  # and after so many files the run is killed
+TRIED = 3 * len(FRACTIONS)  # sizes of the neurons of three blocks
+MAPS = replace(FREE, passes=("neurons", "stand-in"), budgets=parse_budgets("params=-8%"))
+CASES = {"free": (FREE, 2), "native": (NATIVE, 3), "maps": (MAPS, 4)}  # and after so many files the run is killed
 
 KILLER = """
 import os, signal, sys
@@ -97,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(kind, name, counted)
 
-    for kind, name in ((Sweep, "run"), (Judge, "kl"), (Judge, "losses"), (Trials, "_kl"), (LayerSearch, "_next")):
+    for kind, name in ((Sweep, "run"), (Judge, "kl"), (Judge, "losses"), (Alone, "kl"), (LayerSearch, "_next")):
         count(kind, name)
     return seen
 
@@ -121,9 +124,9 @@ def test_a_killed_search_goes_on_where_it_was_and_gives_the_same_bytes(
     known = json.loads(kept.read_bytes())
     calls.clear()
     assert plan(llama, options, cache, tmp_path / "resumed.json") == whole
-    if name == "free":
+    if name != "native":
         assert len(known["kl"]) == files and known["steps"] == []
-        assert calls["Trials.kl"] == total["Trials.kl"] - sum(map(len, known["kl"].values()))
+        assert calls["Alone.kl"] == total["Alone.kl"] - sum(map(len, known["kl"].values()))
     else:
         assert len(known["steps"]) >= 1
         assert calls["LayerSearch.next"] == total["LayerSearch.next"] - len(known["steps"])
@@ -154,7 +157,7 @@ def test_another_budget_tries_no_block_again(
 ) -> None:
     shutil.copy(kept, tmp_path / kept.name)
     plan(llama, replace(FREE, budgets=parse_budgets("params=-3%")), tmp_path, tmp_path / "other.json")
-    assert calls["Trials.kl"] == 0 and calls["Judge.kl"] == calls["Sweep.run"] == 1
+    assert calls["Alone.kl"] == 0 and calls["Judge.kl"] == calls["Sweep.run"] == 1
 
 
 def test_what_was_measured_of_another_model_text_or_code_is_not_used(
@@ -176,11 +179,11 @@ def test_what_was_measured_of_another_model_text_or_code_is_not_used(
         shutil.copy(kept, folder / kept.name)
         calls.clear()
         plan(model, options, folder, tmp_path / f"{number}.json")
-        assert calls["Trials.kl"] == 9 and len(list(folder.glob("*.json"))) == 2
+        assert calls["Alone.kl"] == TRIED and len(list(folder.glob("*.json"))) == 2
     monkeypatch.setattr("collapse.passes.shrink_task.surroundings", lambda: {"code": "other"})
     calls.clear()
     plan(llama, FREE, kept.parent, tmp_path / "code.json")
-    assert calls["Trials.kl"] == 9
+    assert calls["Alone.kl"] == TRIED
 
 
 def damage(change: Callable[[dict], object], *, sign: bool = True) -> Callable[[bytes], bytes]:
@@ -293,7 +296,7 @@ def test_keys_tell_shapes_apart_and_refuse_what_they_do_not_know() -> None:
     assert key_of(Uneven(kept={UNITS: 3})) == '["Uneven",[],[],[[["neurons",2,24],3]]]'
     with pytest.raises(TypeError, match="Tensor cannot be a key"):
         key_of({"a": torch.zeros(1)})
-    assert sizes_of(UNITS) == (21, 15, 6)
+    assert len(sizes_of(UNITS)) == len(FRACTIONS)
     assert Content(made_for={}).format == "collapse-search/1" and Memory.empty().kl("x", lambda: [1.0]) == (1.0,)
 
 
