@@ -17,6 +17,7 @@ from collapse.canonical import digest
 from collapse.errors import CheckpointError
 from collapse.hashing import file_digests
 from collapse.quantised import Group, Quantisation, quantisation, scheme_of
+from collapse.search_path import PATH_FILE
 from collapse.untrusted import check_config, loads, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -31,6 +32,7 @@ MAX_RANK = 64
 TWIN = re.compile(r"(pytorch_model|adapter_model|model|consolidated)([._-].*)?\.(bin|pt|pth|ckpt)", re.I | re.S)
 SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+OWN_FILES = ("collapse.json", "report.json", PATH_FILE)
 FOREIGN_WEIGHTS = (*PICKLED, ".h5", ".msgpack", ".onnx", ".pt2", ".gguf")
 
 
@@ -90,7 +92,7 @@ class Checkpoint:
         for path in sorted(self.root.iterdir()):
             if path.is_file() and path.suffix in SIDE_SUFFIXES and not _is_index(path.name):
                 names.append(path.name)
-        return tuple(name for name in names if name not in {"collapse.json", "report.json"})
+        return tuple(name for name in names if name not in OWN_FILES)
 
     @cached_property
     def digest(self) -> str:

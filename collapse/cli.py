@@ -15,12 +15,14 @@ from collapse.cli_check import add_commands
 from collapse.cli_influence import influence
 from collapse.cli_inspect import flops, graph, report, trace
 from collapse.cli_schema import schema_app
-from collapse.errors import CollapseError, OutputError
+from collapse.errors import CollapseError, OutputError, PlanError
 
 if TYPE_CHECKING:
+    from collapse.heal.settings import Settings
     from collapse.options import Options
     from collapse.pipeline import Result
     from collapse.progress import Stopwatch
+    from collapse.search_path import SearchPath
 
 USAGE_ERROR = typer.BadParameter.__bases__[0]  # typer does not export the class that it raises
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -55,9 +57,14 @@ Budgets = Annotated[
 Heal = Annotated[
     str | None, typer.Option("--heal", metavar="TOKENS", help="Distill what a budget took from, on so much text: 200k.")
 ]
+HealBf16 = Annotated[bool, typer.Option("--heal-bf16", help="Let --heal run both models in bfloat16 while training.")]
 Protect = Annotated[
     list[Path] | None, typer.Option("--protect", metavar="FILES...", help="Text that --heal must not make worse.")
 ]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", help="Where a search keeps what it measured, to go on after an interruption.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Measure all anew, and keep nothing.")]
 Seed = Annotated[int, typer.Option("--seed", help="Of the split and of the samples.")]
 ShardSize = Annotated[int, typer.Option("--max-shard-size", min=1, help="Bytes of the largest weight file.")]
 Sign = Annotated[
@@ -86,7 +93,10 @@ def export(
     passes: Passes = None,
     budget: Budgets = None,
     heal: Heal = None,
+    heal_bf16: HealBf16 = False,
     protect: Protect = None,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     plan: Annotated[Path | None, typer.Option("--plan", help="Apply exactly this reviewed plan.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier output of collapse.")] = False,
     max_shard_size: ShardSize = 5 * 10**9,
@@ -100,9 +110,11 @@ def export(
     from collapse.pipeline import export as run
     from collapse.plan import Plan
     from collapse.rewrite.values import load_values
+    from collapse.search_path import load_path
 
     reviewed = Plan.load(plan) if plan else None
     values = load_values(reviewed, plan) if reviewed and plan else None
+    searched = load_path(reviewed, plan) if reviewed and plan else None
     options = _options(
         corpus,
         field,
@@ -112,12 +124,14 @@ def export(
         layout,
         passes,
         budget,
-        heal,
+        _healing(heal, heal_bf16, seed),
         protect,
         seed,
         max_shard_size,
         prompts,
         sign,
+        searched,
+        cache=_cache(cache, no_cache),
     )
     watch = _watch(quiet)
     target = output or _default_output(model, schema)
@@ -143,7 +157,10 @@ def make(
     passes: Passes = None,
     budget: Budgets = None,
     heal: Heal = None,
+    heal_bf16: HealBf16 = False,
     protect: Protect = None,
+    cache: Cache = None,
+    no_cache: NoCache = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan here, for review.")] = None,
     seed: Seed = 0,
     as_json: Json = False,
@@ -156,7 +173,21 @@ def make(
         reason = "is a directory" if output.is_dir() else "its directory does not exist"
         raise OutputError(f"cannot be written: {reason}", where=str(output), fix="name a file")
     watch = _watch(quiet)
-    options = _options(corpus, field, stage, placeholder, threshold, layout, passes, budget, heal, protect, seed)
+    healing = _healing(heal, heal_bf16, seed)
+    options = _options(
+        corpus,
+        field,
+        stage,
+        placeholder,
+        threshold,
+        layout,
+        passes,
+        budget,
+        healing,
+        protect,
+        seed,
+        cache=_cache(cache, no_cache),
+    )
     result = make_plan(model, schema, options, save=output, watch=watch)
     _tell(result, watch, as_json, quiet)
 
@@ -185,15 +216,17 @@ def _options(
     layout: str,
     passes: list[str] | None,
     budget: str | None,
-    heal: str | None,
+    heal: Settings | None,
     protect: list[Path] | None,
     seed: int,
     max_shard_size: int | None = None,
     prompts: int | None = None,
     sign: Path | None = None,
+    searched: SearchPath | None = None,
+    *,
+    cache: Path | None,
 ) -> Options:
     from collapse.budget import parse_budgets
-    from collapse.heal.settings import Settings, parse_tokens
     from collapse.options import make_options
     from collapse.signing import load_private_key
 
@@ -206,13 +239,31 @@ def _options(
         layout=layout,
         passes=tuple(passes) if passes else None,
         budgets=parse_budgets(budget) if budget is not None else None,
-        heal=Settings(tokens=parse_tokens(heal), seed=seed) if heal is not None else None,
+        heal=heal,
         protect=tuple(protect or ()),
         seed=seed,
         max_shard_size=max_shard_size,
         prompts=prompts,
         sign=load_private_key(sign) if sign else None,
+        searched=searched,
+        cache=cache,
     )
+
+
+def _healing(tokens: str | None, bf16: bool, seed: int) -> Settings | None:
+    from collapse.heal.settings import Settings, parse_tokens
+
+    if tokens is None and bf16:
+        raise PlanError("is about a healing, and none is asked for", where="--heal-bf16", fix="add --heal")
+    return Settings(tokens=parse_tokens(tokens), seed=seed, bf16=bf16) if tokens is not None else None
+
+
+def _cache(folder: Path | None, nothing: bool) -> Path | None:
+    from collapse.sources import cache_directory
+
+    if nothing and folder:
+        raise PlanError("is where to keep what --no-cache says not to keep", where="--cache", fix="leave one out")
+    return None if nothing else folder or cache_directory() / "search"
 
 
 def _watch(quiet: bool) -> Stopwatch:
@@ -232,6 +283,7 @@ def _default_output(model: str, schema: str) -> Path:
 def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
     from collapse.canonical import dumps
     from collapse.report.markdown import summary_table
+    from collapse.report.path import path_table
     from collapse.report.speed import sentence
 
     watch.finish()
@@ -243,6 +295,8 @@ def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
             typer.echo(f"{item.grade}: {item.pass_name} {item.kind} {item.site}: {item.evidence.claim}")
         for note in result.report.notes:
             typer.echo(note)
+        if result.report.search and result.report.search.points:
+            typer.echo(path_table(result.report.search))
         if result.report.decode_speed:
             typer.echo(sentence(result.report.decode_speed))
     if result.output and not as_json:

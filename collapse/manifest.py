@@ -15,6 +15,7 @@ from collapse.disk import write_new
 from collapse.errors import CheckpointError
 from collapse.plan import Plan, Record, first_problem
 from collapse.rewrite.tensors import OutputTensor, output_tensors, parameters_of
+from collapse.search_path import PATH_FILE
 
 MANIFEST = "collapse.json"
 SIGNATURE = "collapse.sig"  # over the bytes of the manifest, and so of everything that it lists
@@ -145,7 +146,7 @@ def file_names(folder: Path) -> tuple[str, ...]:
 
 def is_report(name: str) -> bool:
     """Whether a file is for people to read: nothing loads it, and it is not derived from the source."""
-    return name == "report.json" or name.endswith(REPORT_SUFFIXES)
+    return name in ("report.json", PATH_FILE) or name.endswith(REPORT_SUFFIXES)
 
 
 def record_of(path: Path) -> FileRecord:

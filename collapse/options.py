@@ -13,6 +13,7 @@ from collapse.errors import PlanError
 from collapse.heal.settings import Settings
 from collapse.passes import MOVES, PASSES, Pass, together
 from collapse.plan import Layout, Stage
+from collapse.search_path import SearchPath
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -36,6 +37,9 @@ class Options:
         budgets: what may be lost, or is to be saved; without any, only what costs nothing goes.
         heal: how the collapsed model is distilled from its source; by default it is not.
         protect: files of text that healing must not make worse.
+        cache: a folder in which a search keeps what it measured, so that one that was interrupted goes on; by default
+            it keeps nothing.
+        searched: the path of the search that led to a reviewed plan, as of `load_path`, to be written with it.
         sign: the key that the manifest is signed with, of `collapse.signing.load_private_key`; by default it is not.
     """
 
@@ -54,6 +58,8 @@ class Options:
     budgets: tuple[Budget, ...] = ()
     heal: Settings | None = None
     protect: tuple[Path, ...] = ()
+    cache: Path | None = None
+    searched: SearchPath | None = None
 
 
 DEFAULTS = Options()

@@ -41,6 +41,7 @@ from collapse.rewrite.tensors import output_tensors, token_narrow
 from collapse.rewrite.values import Values, require_values, save_plan
 from collapse.runtime.confirm import asked_speed, confirm
 from collapse.schema import InputSchema, load_schema
+from collapse.search_path import PATH_FILE, SearchPath, save_path
 from collapse.sequences import sequences
 from collapse.signing import sign_manifest
 from collapse.source_model import load_source, source_weights
@@ -73,19 +74,20 @@ def make_plan(
     """Decide what would go, and count what it saves; nothing is written but the plan, if asked.
 
     With `save` the plan is written there and, where it replaces tensors, their values beside it: `plan.safetensors`
-    beside `plan.json`. Raises `CollapseError` for a model, schema or corpus that cannot be used.
+    beside `plan.json`; and where a search went on, its path in `plan.path.json`. Raises `CollapseError` for a model,
+    schema or corpus that cannot be used.
     """
     watch = watch or Stopwatch(quiet=True)
     context = prepare(model, load_schema(schema), options, watch)
     with Computed() as computed:
-        plan = decide(context, chosen_passes(options.passes), watch, computed)
-        plan = _healed(context, plan, options, watch, computed)
+        plan, path = _decided(context, options, watch, computed)
         rewritten = rewrite_program(context.program, plan, context.checkpoint.config)
         before, after = _costs(context, rewritten, plan, watch)
         graph = _graph_figures(context, rewritten, _special(rewritten, plan))
-        report = _report(context, plan, before, after, None, graph)
+        report = _report(context, plan, before, after, None, graph, path)
         if save is not None:
             save_plan(plan, computed.values, save)
+            save_path(path, save)
     return Result(plan, report, None)
 
 
@@ -119,11 +121,10 @@ def export(
     check_output(located(target), force, checkpoint.root)
     context = prepare(checkpoint, wanted, options, watch)
     if plan:
-        return _apply(context, checked(plan, context, values), values, target, options, force, watch)
+        return _apply(context, checked(plan, context, values), values, options.searched, target, options, force, watch)
     with Computed() as computed:
-        decided = decide(context, chosen_passes(options.passes), watch, computed)
-        decided = _healed(context, decided, options, watch, computed)
-        return _apply(context, decided, computed.values, target, options, force, watch)
+        decided, walked = _decided(context, options, watch, computed)
+        return _apply(context, decided, computed.values, walked, target, options, force, watch)
 
 
 def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Options, watch: Stopwatch) -> Context:
@@ -160,6 +161,7 @@ def prepare(model: str | Path | Checkpoint, schema: InputSchema, options: Option
         layout=options.layout,
         budgets=options.budgets,
         protected=protected,
+        cache=options.cache,
         progress=watch.advance,
     )
 
@@ -172,19 +174,35 @@ def _require_reach(program: Program, schema: InputSchema) -> None:
         raise UnsupportedError(reason, where="config.json", fix=f"give a schema with max_tokens of at most {limit}")
 
 
-def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch, computed: Computed) -> Plan:
-    """Ask every pass, in order, and put what they propose into a plan; what they compute goes to `computed`."""
+def _decided(
+    context: Context, options: Options, watch: Stopwatch, computed: Computed
+) -> tuple[Plan, SearchPath | None]:
+    """Return the plan of all passes, healed where that is asked for, and the path of the search that led to it."""
+    plan, path = decide(context, chosen_passes(options.passes), watch, computed)
+    plan = _healed(context, plan, options, watch, computed)
+    return plan, path.of(plan) if path else None
+
+
+def decide(
+    context: Context, passes: Sequence[Pass], watch: Stopwatch, computed: Computed
+) -> tuple[Plan, SearchPath | None]:
+    """Ask every pass, in order, and put what they propose into a plan; what they compute goes to `computed`.
+
+    Beside the plan is what the search under a budget went through, if there was one.
+    """
     rewrites: list[Rewrite] = []
     skipped: list[Skipped] = []
+    path: SearchPath | None = None
     for one in passes:
         with watch.stage(f"pass {one.name}"):
             proposal = one.propose(context)
         rewrites.extend(proposal.rewrites)
         skipped.extend(proposal.skipped)
         computed.add(proposal.values)
+        path = proposal.path or path
     taken = [rewrite for rewrite in rewrites if not isinstance(rewrite, Replace)]
     gone = {name for rewrite in taken for name in getattr(rewrite, "tensors", ())}
-    return Plan(
+    plan = Plan(
         source=context.checkpoint.digest,
         model_type=context.checkpoint.model_type,
         input_schema=context.schema.to_json(),
@@ -195,6 +213,7 @@ def decide(context: Context, passes: Sequence[Pass], watch: Stopwatch, computed:
         skipped=tuple(one for one in skipped if one.site not in gone),  # what another pass takes is no near miss
         created_by=versions(),
     )
+    return plan, path
 
 
 def _healed(context: Context, plan: Plan, options: Options, watch: Stopwatch, computed: Computed) -> Plan:
@@ -260,6 +279,7 @@ def _apply(
     context: Context,
     plan: Plan,
     values: Values | None,
+    path: SearchPath | None,
     target: Path,
     options: Options,
     force: bool,
@@ -278,10 +298,13 @@ def _apply(
         if verdict.status != "verified":
             raise refuted(verdict, target)
         with watch.stage("report"):
-            report = _report(context, plan, before, after, verdict, _graph_figures(context, rewritten, special))
+            graph = _graph_figures(context, rewritten, special)
+            report = _report(context, plan, before, after, verdict, graph, path)
         report = _with_speed(report, context, plan, staging.folder, options, watch)
         with watch.stage("report"):
             report.save(staging.folder / "report.json")
+            if path is not None:
+                path.save(staging.folder / PATH_FILE)
             (staging.folder / "REPORT.md").write_text(to_markdown(report), encoding="utf-8")
             (staging.folder / "graph.svg").write_bytes(render(report_graph(report)))
             write_manifest(staging.folder, context.checkpoint, plan, known)
@@ -292,7 +315,13 @@ def _apply(
 
 
 def _report(
-    context: Context, plan: Plan, before: Cost, after: Cost, verdict: Verdict | None, graph: GraphFigures | None
+    context: Context,
+    plan: Plan,
+    before: Cost,
+    after: Cost,
+    verdict: Verdict | None,
+    graph: GraphFigures | None,
+    path: SearchPath | None,
 ) -> Report:
     text = context.config.get_text_config()
     heads = [getattr(text, name, None) for name in HEADS]
@@ -311,7 +340,7 @@ def _report(
         workload=context.schema.workload,
         divided=([*whole, text.vocab_size], [*whole, *fewer, rows]),
     )
-    return report.model_copy(update={"graph": graph})
+    return report.model_copy(update={"graph": graph, "search": path})
 
 
 def _with_speed(

@@ -58,8 +58,8 @@ def map_of(by: str, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 @cache
-def program(kind: str) -> Program:
-    return trace(tiny_config(kind, **WIDE[kind]))
+def program(kind: str, **sizes: int) -> Program:
+    return trace(tiny_config(kind, **WIDE[kind], **sizes))
 
 
 @cache
@@ -71,18 +71,19 @@ def outputs(kind: str) -> dict[str, int | None]:
 
 @dataclass
 class Case:
-    """A source, and the rewrites and values that were asked for so far."""
+    """A source, and the rewrites and values that were asked for so far; `sizes` are other fields of its config."""
 
     kind: str
     root: Path
     rewrites: list[Any] = field(default_factory=list)
     values: dict[str, torch.Tensor] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.model = tiny_model(self.kind, **WIDE[self.kind])
+        self.model = tiny_model(self.kind, **WIDE[self.kind], **self.sizes)
         self.model.save_pretrained(self.root / "source")
         self.source = Checkpoint.open(self.root / "source")
-        self.program = program(self.kind)
+        self.program = program(self.kind, **self.sizes)
 
     def map(self, site: str, by: str, tensors: Tensors | None = None) -> None:
         given = map_of(by, len(self.rewrites)) if tensors is None else tensors

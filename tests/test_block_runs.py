@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from itertools import islice
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from collapse.analysis.block_runs import BlockRuns
-from collapse.analysis.layer_search import LayerSearch, Step, divergence
+from collapse.analysis.first_order import sweep
+from collapse.analysis.layer_search import BATCH, FIRST, MANY, SEED, LayerSearch, Step, divergence
+from collapse.analysis.sites import Group, Sizes
 from collapse.errors import UnsupportedError
 from tests.architectures import tiny_model
 
@@ -170,3 +173,52 @@ def test_a_divergence_over_many_rows_is_the_sum_of_all() -> None:
     expected = nn.functional.kl_div(found.log_softmax(-1), source.log_softmax(-1), log_target=True, reduction="sum")
     assert divergence(source, found) == pytest.approx(float(expected), rel=1e-5)
     assert divergence(source, source) == 0
+
+
+# Estimates of many blocks.
+
+
+def deep(blocks: int, *idle_ones: int) -> nn.Module:
+    return idle(tiny_model("llama", num_hidden_layers=blocks).eval(), *idle_ones)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that tells of how many candidates each measurement will have been."""
+    seen, original = [], LayerSearch._costs
+
+    def costs(self, gone, candidates, batches):
+        seen.append(len(candidates))
+        return original(self, gone, candidates, batches)
+
+    monkeypatch.setattr(LayerSearch, "_costs", costs)
+    return seen
+
+
+def test_of_many_blocks_only_contenders_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, size, windows = counted(monkeypatch), MANY + 2, windows_of()
+    model = deep(size, 3, 11)
+    search = LayerSearch(BlockRuns(model, SITE), windows, contenders=4)
+    first, second, third = islice(search.steps(size, lambda _: True, no_progress), 3)
+    assert set(second.dropped) == {3, 11} and first.kl < 1e-9 and second.kl < 1e-9
+    assert third.kl == pytest.approx(cost(model, windows, third.dropped), rel=1e-5), "what is taken was measured"
+    assert measured == [4, 4, 4]
+    assert all("forward" not in vars(block) and not block._forward_hooks for block in model.model.layers)
+
+
+def test_up_to_sixteen_blocks_are_all_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("collapse.analysis.layer_search.sweep", None)
+    measured = counted(monkeypatch)
+    search = LayerSearch(BlockRuns(deep(MANY), SITE), windows_of(), contenders=4)
+    next(search.steps(MANY, lambda _: True, no_progress))
+    assert measured == [MANY, 4]
+
+
+def test_estimates_are_those_of_the_model_without_what_is_gone() -> None:
+    model, gone, windows = model_of(), (1,), windows_of()
+    found = LayerSearch(BlockRuns(model, SITE), windows)._estimates(gone, [0, 2, 3])
+    shorter = copy.deepcopy(model)
+    shorter.model.layers = nn.ModuleList(block for number, block in enumerate(model.model.layers) if number != 1)
+    groups = [Group("layers", f"{SITE}.{n}", n, 1, f"{SITE}.{n}", Sizes()) for n in range(3)]
+    alone = sweep(shorter, groups, torch.split(windows, BATCH)[:FIRST], SEED, no_progress)
+    expected = {old: float(alone[f"layers {SITE}.{new}"].fisher[0]) for new, old in enumerate((0, 2, 3))}
+    assert found == pytest.approx(expected, rel=1e-5) and min(found.values()) > 0

@@ -37,16 +37,16 @@ KILLED_AFTER = 7  # files written: one of the estimates, six of measurements
 
 KILLER = f"""
 import os, signal, sys
-from collapse.analysis import influence_store
+from collapse.analysis import store
 from tests.test_influence_cache import run
 written = []
-write = influence_store._write
+write = store._write
 def dies(path, content):
     write(path, content)
     written.append(path)
     if len(written) == {KILLED_AFTER}:
         os.kill(os.getpid(), signal.SIGKILL)
-influence_store._write = dies
+store._write = dies
 from pathlib import Path
 run(Path(sys.argv[1]), Path(sys.argv[2]))
 """

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "collapse"
 # Earliest first. `collapse` itself is the package's `__init__`, the interface for Python users.
 LAYERS = (
     *("errors", "canonical", "hashing", "disk", "writing", "untrusted", "replace", "config_paths", "free_layout"),
-    *("plan", "verdict", "memory", "progress", "budget", "certify"),
+    *("plan", "search_path", "verdict", "memory", "progress", "budget", "certify"),
     *("domain", "schema", "schemas", "textfile", "infer", "corpus"),
     *("quantised", "checkpoint", "bpe", "token_ids", "tokenizer", "chat", "sequences"),
     *("models", "growing_rope", "dtypes", "fingerprint", "naming", "auto", "program", "portable", "trace"),

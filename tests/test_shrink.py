@@ -28,16 +28,20 @@ def source_of(kind: str, root: Path, **sizes: int) -> Path:
     return found
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of which some neurons of every block do nothing."""
-    root = source_of("llama", tmp_path_factory.mktemp("llama"))
+def idle_llama(folder: Path) -> Path:
+    """Write a Llama of which some neurons of every block do nothing."""
+    root = source_of("llama", folder)
     weights = load_file(root / "model.safetensors")
     for name, tensor in weights.items():
         if name.endswith("up_proj.weight"):
             tensor[list(IDLE_NEURONS)] = 0
     save_file(weights, root / "model.safetensors", metadata={"format": "pt"})
     return root
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return idle_llama(tmp_path_factory.mktemp("llama"))
 
 
 def plan_of(source: Path, budget: str, *passes: str) -> Plan:

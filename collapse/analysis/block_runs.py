@@ -41,7 +41,7 @@ class BlockRuns:
     """
 
     def __init__(self, model: nn.Module, site: str) -> None:
-        self.model = model
+        self.model, self.site = model, site
         self.blocks = tuple(model.get_submodule(site).children())
         self._extra: dict[int, int] = {}
         self.run(torch.zeros(1, 1, dtype=torch.long))
@@ -59,6 +59,12 @@ class BlockRuns:
         with self._replaced(turn), uncompiled(), torch.no_grad():
             logits = self.model(input_ids=ids, use_cache=False).logits
         return Run(logits, turn.states)
+
+    @contextmanager
+    def without(self, skipped: Collection[int]) -> Iterator[nn.Module]:
+        """Give the model, in which the `skipped` blocks pass the stream on meanwhile; it can be differentiated."""
+        with self._replaced(_Turn(frozenset(skipped), 0, None, self._extra)):
+            yield self.model
 
     @contextmanager
     def _replaced(self, turn: _Turn) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Which blocks a model can lose at the least cost on a domain: a search over what was measured.
 
 Single blocks say little about several together, so after every choice the contenders are measured again, on the model
-that the choice left.
+that the choice left. Which blocks are contenders is measured on a part of the text or, where there are many blocks,
+estimated by gradients; which of them goes is always measured.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import torch
 from torch import Tensor
 
 from collapse.analysis.block_runs import BlockRuns
+from collapse.analysis.first_order import sweep
+from collapse.analysis.sites import Group, Sizes
 
 BATCH = 4  # sequences in one forward: more would set the peak of memory by their logits
-FIRST = 1  # batches on which all blocks are measured, before the best of them are on all
+FIRST = 1  # batches on which all blocks are measured or estimated, before the best of them are measured on all
 CONTENDERS = 6
+MANY = 16  # blocks: where there are more, first-order estimates of all cost much less than measuring all, and decide
+
+SEED = 0  # of the labels that are drawn for estimates
 
 Progress = Callable[[int, int], None]
 
@@ -49,12 +55,14 @@ class LayerSearch:
         self._runs, self._contenders = runs, contenders
         self._batches = [_Batch(ids, runs.run(ids).states[len(runs)]) for ids in torch.split(windows, BATCH)]
 
-    def steps(self, size: int, allowed: Callable[[tuple[int, ...]], bool], progress: Progress) -> Iterator[Step]:
+    def steps(
+        self, size: int, allowed: Callable[[tuple[int, ...]], bool], progress: Progress, gone: tuple[int, ...] = ()
+    ) -> Iterator[Step]:
         """Yield ever shorter models out of `size` blocks, one block fewer each time, while `allowed` finds one.
 
-        `allowed` says of a set of dropped blocks, ascending, whether the architecture can do without them.
+        `allowed` says of a set of dropped blocks, ascending, whether the architecture can do without them; `gone` is
+        the set to begin with.
         """
-        gone: tuple[int, ...] = ()
         while len(gone) < size - 1 and (step := self._next(gone, size, allowed)) is not None:
             yield step
             gone = step.dropped
@@ -62,14 +70,23 @@ class LayerSearch:
 
     def _next(self, gone: tuple[int, ...], size: int, allowed: Callable[[tuple[int, ...]], bool]) -> Step | None:
         left = [block for block in range(size) if block not in gone]
-        rough = self._costs(gone, left, self._batches[:FIRST])
+        measured = size <= MANY
+        rough = self._costs(gone, left, self._batches[:FIRST]) if measured else self._estimates(gone, left)
         ranked = sorted(left, key=lambda block: (rough[block], block))
         best = list(islice((b for b in ranked if allowed(tuple(sorted((*gone, b))))), self._contenders))
         if not best:
             return None
-        exact = rough if len(self._batches) <= FIRST else self._costs(gone, best, self._batches)
+        exact = rough if measured and len(self._batches) <= FIRST else self._costs(gone, best, self._batches)
         chosen = min(best, key=lambda block: (exact[block], block))
         return Step(tuple(sorted((*gone, chosen))), exact[chosen])
+
+    def _estimates(self, gone: tuple[int, ...], candidates: Sequence[int]) -> Mapping[int, float]:
+        """Return what dropping each candidate costs by the gradients of one run without those that are gone."""
+        paths = {block: f"{self._runs.site}.{block}" for block in candidates}
+        groups = [Group("layers", path, block, 1, path, Sizes()) for block, path in paths.items()]
+        with self._runs.without(gone) as model:
+            found = sweep(model, groups, [batch.ids for batch in self._batches[:FIRST]], SEED, lambda done, total: None)
+        return {group.block: float(found[group.key].fisher[0]) for group in groups}
 
     def _costs(
         self, gone: tuple[int, ...], candidates: Sequence[int], batches: Sequence[_Batch]

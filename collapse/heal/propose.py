@@ -25,7 +25,8 @@ from collapse.heal.train import MOST_CHECKED, Figures, Healed, heal
 from collapse.naming import naming_of
 from collapse.passes.base import Context
 from collapse.passes.shrink_task import HELD_OUT, WINDOW
-from collapse.plan import Evidence, Plan, Replace, Rewrite, Skipped
+from collapse.plan import AddBias, Evidence, Plan, Replace, Rewrite, Skipped, StandIn
+from collapse.rewrite.free import added_tensors
 from collapse.rewrite.model import collapsed_model
 from collapse.rewrite.origin import origins
 from collapse.rewrite.tensors import token_narrow
@@ -38,7 +39,10 @@ NAME = "heal"
 
 @dataclass(frozen=True)
 class Healing:
-    """The plan with the trained tensors, whose data `values` has by the source's names; as it was, where none are."""
+    """The plan with the trained tensors, whose data `values` has by the source's names, or by those of added ones.
+
+    Where none are trained the plan is as it was, but for a note.
+    """
 
     plan: Plan
     values: Mapping[str, Tensor] = field(default_factory=dict)
@@ -140,7 +144,8 @@ def _blocks(context: Context, theirs: Names, ours: Names) -> tuple[tuple[str, st
 
 
 def _stored(task: _Task, healed: Healed) -> dict[str, Tensor]:
-    """Round the trained tensors to the dtype of the files, in the student too; return them by the source's names."""
+    """Round the trained tensors to the dtype of the files, in the student too; return them by the names of values."""
+    added, files = added_tensors(task.plan), task.context.checkpoint.tensors
     parameters = dict(task.pair.student.named_parameters(remove_duplicate=False))
     trained = {id(parameters[name]) for name in healed.weights}
     found: dict[str, Tensor] = {}
@@ -148,7 +153,8 @@ def _stored(task: _Task, healed: Healed) -> dict[str, Tensor]:
         parameter = parameters.get(name)
         if parameter is None or id(parameter) not in trained:
             continue
-        found[origin] = parameter.detach().to("cpu", FLOATS[task.context.checkpoint.tensors[origin].dtype])
+        dtype = added[origin].dtype if origin in added else files[origin].dtype
+        found[origin] = parameter.detach().to("cpu", FLOATS[dtype])
         parameter.data.copy_(found[origin])
     return found
 
@@ -169,6 +175,7 @@ def _evidence(task: _Task, before: Sequence[SequenceLoss], after: Sequence[Seque
     """Return what is known of the healed model as a whole: a certificate for budgets of losses, else measures."""
     settings = task.settings
     how = f"distillation from the source on calibration text, {figures['tokens']} tokens in {figures['steps']} steps"
+    how += " in bfloat16" if settings.bf16 else ""
     measured = {"held_out_kl_before": _kl(before), "held_out_kl": _kl(after)}
     settled: Figures = {"scope": settings.scope, "rate": settings.rate, "hidden": settings.hidden}
     budgets = [one for one in task.context.budgets if one.kind == "loss"]
@@ -202,18 +209,32 @@ def _kl(losses: Iterable[SequenceLoss]) -> float:
 
 
 def _with(plan: Plan, data: Mapping[str, Tensor], evidence: Evidence) -> Plan:
-    """Put the trained tensors into the plan, in place of what passes computed for the same ones."""
+    """Put the trained tensors into the plan, in place of what passes computed for the same ones.
+
+    What is added, such as a map in place of a module, stays where it is in the plan. Its data are those of the healing
+    then, and so is its evidence.
+    """
+    digests = {name: data_digest(tensor) for name, tensor in data.items()}
     rest: list[Rewrite] = []
     config: dict[str, object] = {}
     for rewrite in plan.rewrites:
-        if not isinstance(rewrite, Replace):
+        if isinstance(rewrite, StandIn | AddBias):
+            rest.append(_with_added(rewrite, digests, evidence))
+        elif not isinstance(rewrite, Replace):
             rest.append(rewrite)
-            continue
-        left = {name: found for name, found in rewrite.tensors.items() if name not in data}
-        if left:
+        elif left := {name: found for name, found in rewrite.tensors.items() if name not in data}:
             rest.append(rewrite.model_copy(update={"tensors": left}))
         else:
             config |= rewrite.config
-    digests = {name: data_digest(tensor) for name, tensor in data.items()}
-    one = Replace(pass_name=NAME, site="model", evidence=evidence, tensors=digests, config=config)
-    return plan.model_copy(update={"rewrites": (*rest, one)})
+    added = added_tensors(plan)
+    replaced = {name: found for name, found in digests.items() if name not in added}
+    if replaced:
+        rest.append(Replace(pass_name=NAME, site="model", evidence=evidence, tensors=replaced, config=config))
+    return plan.model_copy(update={"rewrites": tuple(rest)})
+
+
+def _with_added(rewrite: StandIn | AddBias, digests: Mapping[str, str], evidence: Evidence) -> Rewrite:
+    """Return the rewrite with the digests of what was trained of it, if anything was."""
+    new = {part: digests.get(f"{rewrite.prefix}{part}", tensor.sha256) for part, tensor in rewrite.added.items()}
+    added = {part: tensor.model_copy(update={"sha256": new[part]}) for part, tensor in rewrite.added.items()}
+    return rewrite.model_copy(update={"added": added, "evidence": evidence}) if added != rewrite.added else rewrite

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from collapse.checkpoint import Checkpoint
-from collapse.plan import DropLayers, Narrow, Plan, Replace, Rewrite
+from collapse.plan import AddBias, DropLayers, Narrow, Plan, Replace, Rewrite, StandIn
 from collapse.program import Program
+from collapse.rewrite.free import added_tensors
 from collapse.rewrite.tensors import erased_names, layer_number
 from collapse.verify.computed import exact_part
 
@@ -28,11 +29,12 @@ def _only_edits(rewrite: Rewrite) -> bool:
 
 
 def touched(checkpoint: Checkpoint, program: Program, plan: Plan) -> frozenset[str]:
-    """Return, by the source's names, the tensors that healing trains by default.
+    """Return, by the names of the source or of the values file, the tensors that healing trains by default.
 
     - Every tensor with an axis that lost channels (neurons, heads, experts), and every one with computed values.
     - Of a dropped block, all tensors of the block kept before it and of the one kept after it.
-    - Of a module that is gone or has a stand-in, the other tensors of its block.
+    - Of a module that is gone or has a stand-in, the other tensors of its block, and those of the map itself.
+    - Of a module that got a bias, the bias and its other tensors.
 
     Left out are what the plan takes away, and what cannot be replaced: quantised weights, and tensors that transformers
     merges with others.
@@ -42,9 +44,9 @@ def touched(checkpoint: Checkpoint, program: Program, plan: Plan) -> frozenset[s
 
 
 def trainable(checkpoint: Checkpoint, program: Program, plan: Plan) -> frozenset[str]:
-    """Return, by the source's names, every tensor of the output that a healing could give other values."""
+    """Return, by the same names, every tensor of the output that a healing could give other values."""
     gone = erased_names(plan)[0]
-    found: set[str] = set()
+    found = set(added_tensors(plan))
     for name, info in checkpoint.tensors.items():
         model_name, merged = program.naming.resolve(name)
         plain = info.dtype in TRAINABLE and checkpoint.group(name) is None and checkpoint.is_weight(name)
@@ -61,9 +63,13 @@ def _of(rewrite: Rewrite, checkpoint: Checkpoint) -> Iterator[str]:
     elif isinstance(rewrite, DropLayers):
         beside = _beside(rewrite)
         yield from (name for name in checkpoint.tensors if layer_number(rewrite, name) in beside)
+    elif isinstance(rewrite, AddBias):
+        yield from (name for name in checkpoint.tensors if name.startswith(rewrite.prefix))
     else:
         blocks = {block for name in getattr(rewrite, "tensors", ()) if (block := _block(name))}
         yield from (name for name in checkpoint.tensors if _block(name) in blocks)
+    if isinstance(rewrite, StandIn | AddBias):
+        yield from (f"{rewrite.prefix}{part}" for part in rewrite.added)
 
 
 def _beside(rewrite: DropLayers) -> frozenset[int]:

@@ -193,6 +193,7 @@ class _Course:
             "calibration_kl": best.kl,
             "kept_step": best.step,
             "seed": settings.seed,
+            "precision": "bf16" if settings.bf16 else "fp32",
         }
         if len(self.texts.protect_check):
             found |= {"protected_kl_before": first.protected, "protected_kl": best.protected}

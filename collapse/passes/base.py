@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from collapse.memory import release_memory
 from collapse.plan import Layout, Rewrite, Skipped, Stage
 from collapse.program import Program
 from collapse.schema import InputSchema
+from collapse.search_path import SearchPath
 from collapse.sequences import Sequences
 
 Progress = Callable[[str, int, int], None]  # what, how many done, of how many
@@ -53,6 +55,7 @@ class Context:
     budgets: tuple[Budget, ...] = ()
     protected: tuple[str, ...] = ()
     related: tuple[str, ...] = ()
+    cache: Path | None = None
     progress: Progress = no_progress
 
     @cached_property
@@ -107,12 +110,13 @@ class Proposal:
 
     `values` has the computed data of every tensor that a `Replace` among the rewrites names, by the source's name, in
     the source's dtype and the output's shape, and of every tensor that a `StandIn` or `AddBias` adds, by its prefix and
-    part; `collapse.fingerprint.data_digest` gives the digests of the plan.
+    part; `collapse.fingerprint.data_digest` gives the digests of the plan. `path` is what a search went through.
     """
 
     rewrites: tuple[Rewrite, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    path: SearchPath | None = None
 
 
 class Pass(Protocol):

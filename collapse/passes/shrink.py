@@ -17,8 +17,9 @@ from collapse.certify.certificate import learn_then_test
 from collapse.certify.losses import SequenceLoss
 from collapse.passes.base import Context, Proposal
 from collapse.passes.shrink_evidence import Figures, measurement, path_figures
+from collapse.passes.shrink_path import Trail, rounded
 from collapse.passes.shrink_places import MAPPING, uniform
-from collapse.passes.shrink_task import WINDOW, Task, texts_of
+from collapse.passes.shrink_task import WINDOW, Task, opened_memory, texts_of
 from collapse.plan import Evidence, Skipped
 from collapse.search.walk import Point
 
@@ -68,45 +69,53 @@ class Shrinking:
         if texts is None:
             reason = f"the corpus has too little text for sequences of {WINDOW} tokens to fit, to choose and to judge"
             return Proposal(skipped=(self._skipped(reason),))
-        task = Task.of(context, lists[0], self.moves, texts)
-        losses = tuple(one for one in context.budgets if one.kind == "loss")
-        chosen = self._certified(task, losses) if losses else self._measured(task)
-        return replace(chosen, skipped=(*chosen.skipped, *task.left_alone))
+        with opened_memory(context, texts, self.moves) as memory:
+            task = Task.of(context, lists[0], self.moves, texts, memory)
+            trail = Trail(task, self.moves)
+            losses = tuple(one for one in context.budgets if one.kind == "loss")
+            chosen = self._certified(task, losses, trail) if losses else self._measured(task, trail)
+        return replace(chosen, skipped=(*chosen.skipped, *task.left_alone), path=trail.path())
 
     def _skipped(self, reason: str, figures: Figures | None = None) -> Skipped:
         return Skipped(pass_name=self.moves[0], site="model", reason=reason, figures=figures or {})
 
-    def _measured(self, task: Task) -> Proposal:
+    def _measured(self, task: Task, trail: Trail) -> Proposal:
         """Meet budgets of sizes: halfway first where blocks and groups may go, which are chosen in small steps."""
         wanted = {one.metric: 1 + one.limit for one in task.context.budgets}
         aim = dict(wanted)
         for _ in range(CLOSER):
             levels = [_halfway(aim), aim] if task.walk.in_steps else [aim]
-            path = list(task.walk.points(levels, task.allowed))
+            path = list(trail.noted(task.walk.points(levels, task.allowed)))
             if len(path) < len(levels):
                 return Proposal(
                     skipped=(self._skipped(f"{self.name} alone cannot make it that small", path_figures(path)),)
                 )
             sizes = task.sizes(path[-1].shape)
+            trail.counted(len(trail.points) - 1, sizes)
             if all(sizes[metric] <= limit for metric, limit in wanted.items()):
-                return _taken(task, path, measurement(task.losses(path[-1]), path[-1], task.walk.prices), sizes)
+                losses = trail.judged(task.losses(path[-1]))
+                trail.taken(len(trail.points) - 1)
+                return _taken(task, path, measurement(losses, path[-1], task.walk.prices), sizes)
             aim = {metric: aim[metric] - max(0.0, sizes[metric] - limit) for metric, limit in wanted.items()}
         return Proposal(
             skipped=(self._skipped(f"{self.name} alone were not found to make it that small", path_figures(path)),)
         )
 
-    def _certified(self, task: Task, losses: Sequence[Budget]) -> Proposal:
+    def _certified(self, task: Task, losses: Sequence[Budget], trail: Trail) -> Proposal:
         """Meet budgets of losses: go on while the bounds hold, and where sizes are asked for too, until they are."""
         wanted = {one.metric: 1 + one.limit for one in task.context.budgets if one.kind == "size"}
         path: list[Point] = []
-        tests = learn_then_test(_walked(task, losses, wanted, path), losses, task.design)
+        tests = learn_then_test(_walked(task, losses, wanted, path, trail), losses, task.design)
+        trail.tested(tests)
         met = [one for one in tests if one.met]
         if not met:
             reason = "the bound on held-out text breaks the budget with the first step already"
             figures = {**tests[0].to_evidence().figures, **path_figures(path)} if tests else {}
             return Proposal(skipped=(self._skipped(reason if tests else "no native shape is smaller", figures),))
         taken = path[: len(met)]
+        trail.taken(len(met) - 1)
         sizes = task.sizes(taken[-1].shape)
+        trail.counted(len(met) - 1, sizes)
         found = _taken(task, taken, met[-1].to_evidence(), sizes)
         if all(sizes[metric] <= limit for metric, limit in wanted.items()):
             return found
@@ -119,7 +128,7 @@ def _halfway(level: Mapping[str, float]) -> dict[str, float]:
 
 
 def _walked(
-    task: Task, losses: Sequence[Budget], wanted: Mapping[str, float], path: list[Point]
+    task: Task, losses: Sequence[Budget], wanted: Mapping[str, float], path: list[Point], trail: Trail
 ) -> Iterator[list[SequenceLoss]]:
     """Walk on while it is asked for, and yield the held-out losses of each point, which is put on the path."""
     limit = next((one.limit for one in losses if one.metric == "kl"), FARTHEST)
@@ -127,15 +136,15 @@ def _walked(
     if wanted:
         levels = [level for level in levels if any(level["params"] > share for share in wanted.values())]
         levels.append(dict(wanted))
-    for point in task.walk.points(levels, task.allowed):
+    for point in trail.noted(task.walk.points(levels, task.allowed)):
         if point.kl > limit:
             return
         path.append(point)
-        yield list(task.losses(point))
+        yield trail.judged(task.losses(point))
 
 
 def _taken(task: Task, path: Sequence[Point], evidence: Evidence, sizes: Mapping[str, float]) -> Proposal:
     """Return the last point of the path as a proposal."""
-    shares = {f"{metric}_share": round(share, 6) for metric, share in sizes.items()}
+    shares = {f"{metric}_share": share for metric, share in rounded(sizes).items()}
     figures = {**evidence.figures, **path_figures(path), **shares}
     return task.rewrites(path[-1], evidence.model_copy(update={"figures": figures}))

@@ -14,24 +14,27 @@ Figures = dict[str, float | int | str]
 
 def measurement(losses: Iterable[SequenceLoss], point: Point, prices: Mapping[str, Prices]) -> Evidence:
     """Return what a point loses on held-out text, as *measured* evidence."""
-    found = list(losses)
-    tokens = sum(one.tokens for one in found)
-    kl = sum(one.kl for one in found) / tokens
-    regret = sum(one.nll - one.source_nll for one in found) / sum(one.source_nll for one in found)
-    confident = sum(one.confident_flips for one in found) / max(1, sum(one.confident for one in found))
-    less = 1 - prices["params"].share(point.shape)
+    figures = total_losses(losses)
+    kl, less = figures["kl"], 1 - prices["params"].share(point.shape)
     return Evidence(
         grade="measured",
         claim=f"with {less:.1%} less parameters the mean KL divergence on held-out text is {kl:.4f} nats a token",
         method="search by measured KL with refitting on calibration text; losses on held-out text, with no bound",
-        figures={
-            "kl": kl,
-            "regret": regret,
-            "flips": sum(one.flips for one in found) / tokens,
-            "confident_flips": confident,
-            "tokens": tokens,
-        },
+        figures=figures,
     )
+
+
+def total_losses(losses: Iterable[SequenceLoss]) -> Figures:
+    """Return what some sequences lose together: mean KL in nats a token, regret and flips as shares."""
+    found = list(losses)
+    tokens = sum(one.tokens for one in found)
+    return {
+        "kl": sum(one.kl for one in found) / tokens,
+        "regret": sum(one.nll - one.source_nll for one in found) / sum(one.source_nll for one in found),
+        "flips": sum(one.flips for one in found) / tokens,
+        "confident_flips": sum(one.confident_flips for one in found) / max(1, sum(one.confident for one in found)),
+        "tokens": tokens,
+    }
 
 
 def path_figures(path: Sequence[Point]) -> Figures:
@@ -39,15 +42,15 @@ def path_figures(path: Sequence[Point]) -> Figures:
     if not path:
         return {}
     last = path[-1]
-    lost = {f"{kind}_lost": count for kind, count in last.swept.lost.items()}
+    lost = {f"{kind}_lost": count for kind, count in last.lost.items()}
     walked = "; ".join(f"{_said(point)}: KL {point.kl:.4f}" for point in path)
-    maps: Figures = {"maps": len(last.swept.maps)} if last.swept.maps else {}
+    maps: Figures = {"maps": len(last.maps)} if last.maps else {}
     return {"dropped_blocks": len(last.shape.gone), **lost, **maps, "calibration_kl": last.kl, "path": walked}
 
 
 def _said(point: Point) -> str:
     parts = [f"{len(point.shape.gone)} blocks"] if point.shape.gone else []
-    parts += [f"{count} {kind}" for kind, count in point.swept.lost.items()]
-    maps = f"with {len(point.swept.maps)} maps" if point.swept.maps else ""
+    parts += [f"{count} {kind}" for kind, count in point.lost.items()]
+    maps = f"with {len(point.maps)} maps" if point.maps else ""
     narrower = "without " + ", ".join(parts or ["anything"])
     return narrower if not maps else f"{narrower}, {maps}" if parts else maps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from collapse.analysis.block_runs import BlockRuns
 from collapse.analysis.flops import Cost, cost
-from collapse.analysis.layer_search import LayerSearch
+from collapse.analysis.layer_search import LayerSearch, Step
 from collapse.analysis.layers import Layers
+from collapse.analysis.traffic import element_bytes
 from collapse.analysis.units import Kind
 from collapse.canonical import digest
 from collapse.certify.losses import SequenceLoss
@@ -24,6 +26,7 @@ from collapse.rewrite.graph import rewrite_program
 from collapse.search.free_walk import FreeWalk
 from collapse.search.map_trials import MapTrials
 from collapse.search.measure import Judge
+from collapse.search.memory import Memory, remembering, surroundings
 from collapse.search.places import Place
 from collapse.search.rewrites import Origin
 from collapse.search.shapes import KINDS, Prices, Shape
@@ -84,9 +87,10 @@ class Task:
     judge: Judge
     left_alone: tuple[Skipped, ...]
     before: Cost
+    memory: Memory
 
     @classmethod
-    def of(cls, context: Context, layers: Layers, moves: Sequence[str], texts: Texts) -> Task:
+    def of(cls, context: Context, layers: Layers, moves: Sequence[str], texts: Texts, memory: Memory) -> Task:
         """Load the model, find what the `moves` may narrow, and rank the blocks where they may go."""
         units, left_alone = narrowable(context, layers, moves)
         places = mappable(context, layers, units, moves)
@@ -101,12 +105,13 @@ class Task:
             some = texts.fitting[::FIT_EVERY], texts.choosing[::TRY_EVERY]
             trials = Trials(model, layers, units, *some)
             maps = MapTrials(model, layers, tried_kinds(places, moves), *some)
-            walk = FreeWalk(sweep, choosing, prices, units, trials, maps, places.attentions, context.progress)
+            walk = FreeWalk(sweep, choosing, prices, units, trials, maps, places.attentions, context.progress, memory)
         else:
-            order = _order(context, runs, layers, texts) if "layers" in moves else Order(())
-            walk = Walk(sweep, choosing, prices, units, order, context.progress)
+            order = _order(context, runs, layers, texts, memory) if "layers" in moves else Order(())
+            walk = Walk(sweep, choosing, prices, units, order, context.progress, memory)
         origin = Origin(context.checkpoint, context.config, context.program, layers, units)
-        return cls(context, origin, walk, Judge.of(runs, texts.held_out), (*left_alone, *places.skipped), before)
+        left = (*left_alone, *places.skipped)
+        return cls(context, origin, walk, Judge.of(runs, texts.held_out), left, before, memory)
 
     @property
     def design(self) -> Design:
@@ -124,13 +129,25 @@ class Task:
 
     def sizes(self, shape: Shape) -> dict[str, float]:
         """Return what a shape leaves of every size, counted in its graph, as a share of the source's."""
+        return self.memory.shares(shape, lambda: self._counted(shape))
+
+    def _counted(self, shape: Shape) -> dict[str, float]:
         narrower, maps = self.origin.structure(shape, {}, PENDING), self.origin.maps(shape, {}, PENDING)
         assert not isinstance(narrower, Skipped) and not isinstance(maps, Skipped)  # the walk takes what is allowed
         after = _cost(self.context, (*narrower, *maps[0]))
         return {name: getattr(after, field) / getattr(self.before, field) for name, field in SIZE_OF.items()}
 
-    def losses(self, point: Point) -> Iterator[SequenceLoss]:
-        """Yield what every held-out sequence loses at a point."""
+    def source_cost(self) -> Cost:
+        """Return the sizes of the source, with the element sizes of its files."""
+        context = self.context
+        sizes = element_bytes(context.checkpoint, context.program)
+        return cost(context.program, prompt=context.schema.workload.prompt, element_bytes=sizes)
+
+    def losses(self, point: Point) -> list[SequenceLoss]:
+        """Return what every held-out sequence loses at a point."""
+        return self.memory.losses(point.shape, lambda: self._judged(point))
+
+    def _judged(self, point: Point) -> Iterator[SequenceLoss]:
         size = text_bytes(self.context.checkpoint)
         yield from self.judge.losses(
             point.swept.model, size, lambda done, of: self.context.progress("judging on held-out text", done, of)
@@ -198,11 +215,32 @@ def _unfit(context: Context, units: Units) -> str | None:
     return None
 
 
-def _order(context: Context, runs: BlockRuns, layers: Layers, texts: Texts) -> Order:
+def _order(context: Context, runs: BlockRuns, layers: Layers, texts: Texts, memory: Memory) -> Order:
     """Return the blocks in the order in which they are missed least, each measured without those before it."""
-    search = LayerSearch(runs, texts.choosing)
-    steps = search.steps(layers.size, lambda _: True, lambda done, of: context.progress("ranking blocks", done, of))
-    return Order(step.dropped for step in steps)
+
+    def further(known: Sequence[Step]) -> Iterator[Step]:
+        search = LayerSearch(runs, texts.choosing)
+        gone = known[-1].dropped if known else ()
+        yield from search.steps(
+            layers.size, lambda _: True, lambda done, of: context.progress("ranking blocks", done, of), gone
+        )
+
+    return Order(step.dropped for step in memory.steps(further))
+
+
+def opened_memory(context: Context, texts: Texts, moves: Sequence[str]) -> AbstractContextManager[Memory]:
+    """Open what was measured before in a search that went on as this one does."""
+    made_for = {
+        "source": context.checkpoint.digest,
+        "schema": context.schema.digest,
+        "layout": context.layout,
+        "moves": list(moves),
+        "fitting": digest(texts.fitting.tolist()),
+        "choosing": digest(texts.choosing.tolist()),
+        "held_out": digest(texts.held_out.tolist()),
+        **surroundings(),
+    }
+    return remembering(context.cache, made_for)
 
 
 def _prices(

@@ -25,6 +25,7 @@ from collapse.plan import (
 from collapse.report.folding import fold
 from collapse.report.speed import DecodeSpeed
 from collapse.schema import Workload
+from collapse.search_path import SearchPath
 from collapse.verdict import Check, Status, Verdict
 
 if TYPE_CHECKING:  # a report is read and drawn without torch
@@ -147,6 +148,7 @@ class Report(Record):
     notes: tuple[str, ...] = ()
     graph: GraphFigures | None = None
     decode_speed: DecodeSpeed | None = Field(default=None, description="where a budget asks for decode speed")
+    search: SearchPath | None = Field(default=None, description="what a search under a budget went through")
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values."""

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from collapse.plan import Skipped
 from collapse.report.data import Applied, GraphFigures, Module, Report
+from collapse.report.path import path_table
 from collapse.report.speed import sentence
 from collapse.report.text import FIGURES, change, exact, short, table
+from collapse.search_path import SearchPath
 
 STATUS_WORDS = {
     "verified": "Every check was run and passed.",
@@ -30,6 +32,7 @@ def to_markdown(report: Report) -> str:
         "## What was collapsed",
         *_rewrites(report.rewrites),
         *_modules(report.modules),
+        *_searched(report.search),
         "## Near misses",
         *_skipped(report.skipped),
         "## What was verified",
@@ -137,6 +140,12 @@ def _modules(modules: tuple[Module, ...]) -> Iterator[str]:
     ]  # fmt: skip
     yield "Modules that changed, each with its children; figures are of one of them."
     yield table(("module", "times", "state", "parameters", "prefill FLOPs", "decode FLOPs"), rows)
+
+
+def _searched(path: SearchPath | None) -> Iterator[str]:
+    if path is not None and path.points:
+        yield "## What was searched"
+        yield path_table(path)
 
 
 def _skipped(skipped: tuple[Skipped, ...]) -> Iterator[str]:

@@ -8,9 +8,10 @@ from functools import cached_property
 
 from collapse.search.map_trials import MapTrials
 from collapse.search.measure import Judge
+from collapse.search.memory import Memory
 from collapse.search.options import MapTrial, added_cost, allocate_with_maps, keeping_one
 from collapse.search.shapes import Prices, Shape, Uneven
-from collapse.search.sweep import Sweep
+from collapse.search.sweep import Sweep, Swept
 from collapse.search.trials import Trial, Trials
 from collapse.search.units import Units
 from collapse.search.walk import Point
@@ -35,6 +36,7 @@ class FreeWalk:
     maps: MapTrials
     attentions: int
     progress: Progress
+    memory: Memory
 
     @property
     def in_steps(self) -> bool:
@@ -44,12 +46,12 @@ class FreeWalk:
     @cached_property
     def costs(self) -> tuple[Trial, ...]:
         """What each block's units cost alone."""
-        return self.trials.run(lambda done, of: self.progress("trying blocks one by one", done, of))
+        return self.trials.run(lambda done, of: self.progress("trying blocks one by one", done, of), self.memory)
 
     @cached_property
     def map_costs(self) -> tuple[MapTrial, ...]:
         """What maps cost alone that may all be taken together."""
-        found = self.maps.run(lambda done, of: self.progress("trying maps one by one", done, of))
+        found = self.maps.run(lambda done, of: self.progress("trying maps one by one", done, of), self.memory)
         return keeping_one(found, self.attentions)
 
     def points(self, levels: Iterable[Mapping[str, float]], allowed: Callable[[Shape], bool]) -> Iterator[Point]:
@@ -62,8 +64,11 @@ class FreeWalk:
 
     def _point(self, shape: Uneven) -> Point:
         what = f"fitting with {self.prices['params'].share(shape):.1%} of the parameters"
-        swept = self.sweep.run(shape.kept, (), lambda done, of: self.progress(what, done, of), shape.maps)
-        return Point(shape, swept, self.judge.kl(swept.model), 1)
+
+        def fit() -> Swept:
+            return self.sweep.run(shape.kept, (), lambda done, of: self.progress(what, done, of), shape.maps)
+
+        return Point.measured(shape, self.units, 1, fit, self.judge, self.memory)
 
     def _shape(self, level: Mapping[str, float]) -> Uneven | None:
         """Return the shape for the size that costs most to meet, if it meets the others too, more of it going if not.

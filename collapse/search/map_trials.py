@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from collapse.analysis.layers import Layers
 from collapse.search.alone import Alone, readings
 from collapse.search.maps import Fit, MapKind, module_of
+from collapse.search.memory import Memory
 from collapse.search.options import MapTrial
 from collapse.search.places import Place
 from collapse.search.surgery import copy_sharing, put_module
@@ -30,10 +32,14 @@ class MapTrials:
     fitting: Tensor
     choosing: Tensor
 
-    def run(self, progress: Progress) -> tuple[MapTrial, ...]:
-        """Return the trials of all places; in each, what is harder than a hopeless one is not tried."""
+    def run(self, progress: Progress, memory: Memory | None = None) -> tuple[MapTrial, ...]:
+        """Return the trials of all places; in each, what is harder than a hopeless one is not tried.
+
+        Nor is what `memory` knows.
+        """
         if not self.kinds:
             return ()
+        memory = memory or Memory.empty()
         by_site = {place.site: place for place in self.kinds}
         paths: dict[int, list[str]] = {}
         for place in self.kinds:
@@ -41,16 +47,18 @@ class MapTrials:
         alone = Alone.of(self.model, self.layers, self.choosing)
         found: list[MapTrial] = []
         for done, (site, pairs) in enumerate(readings(self.model, self.layers, self.fitting, paths), 1):
-            found += self._tried(alone, by_site[site], Fit.of(pairs))
+            place = by_site[site]
+            costs = memory.kl(("alone", place, self.kinds[place]), partial(self._tried, alone, place, pairs))
+            found += [MapTrial(place, kind, kl) for kind, kl in zip(self.kinds[place], costs, strict=False)]
             progress(done, len(self.kinds))
         return tuple(found)
 
-    def _tried(self, alone: Alone, place: Place, fit: Fit) -> list[MapTrial]:
-        found: list[MapTrial] = []
+    def _tried(self, alone: Alone, place: Place, pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[float]:
+        fit = Fit.of(pairs)
         for kind in self.kinds[place]:
             smaller = copy_sharing(self.model)
             put_module(smaller, place.site, module_of(place, kind, fit.tensors(kind)))
-            found.append(MapTrial(place, kind, alone.kl(smaller, place.block)))
-            if found[-1].kl > HOPELESS:
-                break
-        return found
+            kl = alone.kl(smaller, place.block)
+            yield kl
+            if kl > HOPELESS:
+                return

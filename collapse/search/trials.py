@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from collapse.analysis.layers import Layers
 from collapse.search.alone import Alone, readings
 from collapse.search.least_squares import RIDGE, Normal, eliminations, normal_equations, pulled
+from collapse.search.memory import Memory
 from collapse.search.surgery import copy_sharing, narrow_units, put
 from collapse.search.sweep import Reader
 from collapse.search.units import Units
@@ -44,20 +46,25 @@ class Trials:
     choosing: Tensor
     ridge: float = RIDGE
 
-    def run(self, progress: Progress) -> tuple[Trial, ...]:
-        """Return what all units cost at several sizes, tried or in between; at full size they cost nothing."""
+    def run(self, progress: Progress, memory: Memory | None = None) -> tuple[Trial, ...]:
+        """Return what all units cost at several sizes, tried or in between; at full size they cost nothing.
+
+        What `memory` knows is not tried.
+        """
         if not self.units:
             return ()
-        alone = Alone.of(self.model, self.layers, self.choosing)
+        memory, alone = memory or Memory.empty(), Alone.of(self.model, self.layers, self.choosing)
         found: list[Trial] = []
         for done, (units, normal) in enumerate(self._normals(), 1):
-            parts = [tuple(units.columns([unit])) for unit in range(units.size)]
-            tried = []
-            for kept in eliminations(normal, parts, sizes_of(units)):
-                tried.append(Trial(units, len(kept), alone.kl(self._narrowed(units, normal, kept), units.block)))
-            found += in_between(tried)
+            costs = memory.kl(("alone", units), partial(self._tried, alone, units, normal))
+            found += in_between([Trial(units, kept, kl) for kept, kl in zip(sizes_of(units), costs, strict=True)])
             progress(done, len(self.units))
         return tuple(found)
+
+    def _tried(self, alone: Alone, units: Units, normal: Normal) -> Iterator[float]:
+        parts = [tuple(units.columns([unit])) for unit in range(units.size)]
+        for kept in eliminations(normal, parts, sizes_of(units)):
+            yield alone.kl(self._narrowed(units, normal, kept), units.block)
 
     def _normals(self) -> Iterator[tuple[Units, Normal]]:
         """Yield the pulled normal equations of every reader on the source's own stream."""

@@ -8,10 +8,14 @@ text, since a fit says little about its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
+from collapse.search.maps import MapKind
 from collapse.search.measure import Judge
-from collapse.search.shapes import Prices, Shape
+from collapse.search.memory import Memory
+from collapse.search.places import Place
+from collapse.search.shapes import Prices, Shape, Uneven
 from collapse.search.sweep import Sweep, Swept
 from collapse.search.units import Units
 
@@ -20,12 +24,47 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Point:
-    """One point of the path: a shape, the model of it, and its mean KL divergence on the text that chose, nats."""
+    """One point of the path: a shape, and its mean KL divergence on the text that chose, nats.
+
+    `lost` counts the units that it is without, by kind, all blocks together; those of dropped blocks do not count.
+    """
 
     shape: Shape
-    swept: Swept
+    fit: Callable[[], Swept]
     kl: float
     tried: int
+    lost: Mapping[str, int]
+
+    @property
+    def maps(self) -> Mapping[Place, MapKind]:
+        """What stands in for sublayers, in the free layout."""
+        return self.shape.maps if isinstance(self.shape, Uneven) else {}
+
+    @cached_property
+    def swept(self) -> Swept:
+        """The model, fitted when it is first asked for."""
+        return self.fit()
+
+    @classmethod
+    def measured(
+        cls, shape: Shape, units: Sequence[Units], tried: int, fit: Callable[[], Swept], judge: Judge, memory: Memory
+    ) -> Point:
+        """Return the point of a shape; where its divergence is known, no model is fitted."""
+        point = cls(shape, fit, 0.0, tried, lost_of(shape, units))
+        (kl,) = memory.kl(shape, lambda: [judge.kl(point.swept.model)])
+        found = replace(point, kl=kl)
+        if "swept" in vars(point):
+            vars(found)["swept"] = point.swept
+        return found
+
+
+def lost_of(shape: Shape, units: Sequence[Units]) -> dict[str, int]:
+    """Return how many units of each kind a shape is without, in the order in which blocks run them."""
+    sizes, found = shape.sizes(units), dict[str, int]()
+    for one in units:
+        if sizes.get(one, one.size) < one.size:
+            found[one.kind] = found.get(one.kind, 0) + one.size - sizes[one]
+    return found
 
 
 class Order:
@@ -51,6 +90,7 @@ class Walk:
     units: Sequence[Units]
     order: Order
     progress: Progress
+    memory: Memory
 
     @property
     def in_steps(self) -> bool:
@@ -108,5 +148,9 @@ class Walk:
 
     def _point(self, shape: Shape, tried: int) -> Point:
         what = f"fitting with {self.prices['params'].share(shape):.1%} of the parameters"
-        swept = self.sweep.run(shape.sizes(self.units), shape.gone, lambda done, of: self.progress(what, done, of))
-        return Point(shape, swept, self.judge.kl(swept.model), tried)
+
+        def fit() -> Swept:
+            sizes = shape.sizes(self.units)
+            return self.sweep.run(sizes, shape.gone, lambda done, of: self.progress(what, done, of))
+
+        return Point.measured(shape, self.units, tried, fit, self.judge, self.memory)
