@@ -1,4 +1,4 @@
-"""What `collapse` does within a size: narrower blocks, all alike or each with its own size; refitted, then healed."""
+"""What `collapse` does within a size: narrower blocks, all alike or not, or maps in them; refitted, then healed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collapse.heal.settings import Settings
 from collapse.heal.train import heal
 from collapse.search.allocate import allocate
 from collapse.search.surgery import copy_sharing
+from collapse.search.options import allocate_with_maps
 from collapse.search.sweep import Sweep
 
 
@@ -58,3 +59,13 @@ def _changed(model: PreTrainedModel, made: PreTrainedModel) -> frozenset[str]:
 def _blocks(calibration: Calibration) -> tuple[tuple[str, str], ...]:
     layers = calibration.structure.layers
     return tuple((f"{layers.site}.{number}",) * 2 for number in range(layers.size))
+
+
+def maps(calibration: Calibration, share: float) -> Removal:
+    """Let every sublayer have a size of its own or a map in its place, by what either costs alone."""
+    structure = calibration.structure
+    worth = {one: one.place.parameters - one.kind.parameters(one.place.width) for one in calibration.map_trials}
+    target = share * structure.decoder_parameters(calibration.model)
+    shape = allocate_with_maps(calibration.trials, calibration.map_trials, target, worth)
+    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids, places=structure.places.found)
+    return Removal("collapse-maps", made=sweep.run(shape.kept, (), lambda done, of: None, shape.maps).model)
