@@ -12,8 +12,8 @@ from collapse.heal.pair import Pair
 from collapse.heal.settings import Settings
 from collapse.heal.train import heal
 from collapse.search.allocate import allocate
-from collapse.search.surgery import copy_sharing
 from collapse.search.options import allocate_with_maps
+from collapse.search.surgery import copy_sharing
 from collapse.search.sweep import Sweep
 
 
@@ -38,6 +38,16 @@ def free(calibration: Calibration, share: float) -> Removal:
     return Removal("collapse-free", made=calibration.fitted[share])
 
 
+def maps(calibration: Calibration, share: float) -> Removal:
+    """Let every sublayer have a size of its own or a map in its place, by what either costs alone."""
+    structure = calibration.structure
+    worth = {one: one.place.parameters - one.kind.parameters(one.place.width) for one in calibration.map_trials}
+    target = share * structure.decoder_parameters(calibration.model)
+    shape = allocate_with_maps(calibration.trials, calibration.map_trials, target, worth)
+    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids, places=structure.places.found)
+    return Removal("collapse-maps", made=sweep.run(shape.kept, (), lambda done, of: None, shape.maps).model)
+
+
 def healed(calibration: Calibration, share: float) -> Removal:
     """Distil what `free` gives on text of the same sources: of what was changed, nothing else."""
     made = free(calibration, share).made
@@ -59,13 +69,3 @@ def _changed(model: PreTrainedModel, made: PreTrainedModel) -> frozenset[str]:
 def _blocks(calibration: Calibration) -> tuple[tuple[str, str], ...]:
     layers = calibration.structure.layers
     return tuple((f"{layers.site}.{number}",) * 2 for number in range(layers.size))
-
-
-def maps(calibration: Calibration, share: float) -> Removal:
-    """Let every sublayer have a size of its own or a map in its place, by what either costs alone."""
-    structure = calibration.structure
-    worth = {one: one.place.parameters - one.kind.parameters(one.place.width) for one in calibration.map_trials}
-    target = share * structure.decoder_parameters(calibration.model)
-    shape = allocate_with_maps(calibration.trials, calibration.map_trials, target, worth)
-    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids, places=structure.places.found)
-    return Removal("collapse-maps", made=sweep.run(shape.kept, (), lambda done, of: None, shape.maps).model)
