@@ -48,6 +48,7 @@ def path_figures(path: Sequence[Point]) -> Figures:
 def _said(point: Point) -> str:
     parts = [f"{len(point.shape.gone)} blocks"] if point.shape.gone else []
     parts += [f"{count} {kind}" for kind, count in point.swept.lost.items()]
-    maps = f"with {len(point.swept.maps)} maps" if point.swept.maps else ""
+    count = len(point.swept.maps)
+    maps = f"with {count} {'maps' if count > 1 else 'map'}" if count else ""
     narrower = "without " + ", ".join(parts or ["anything"])
     return narrower if not maps else f"{narrower}, {maps}" if parts else maps
