@@ -103,17 +103,23 @@ def test_attentions_that_do_nothing_go_with_their_cache(blocks: tuple[int, ...],
     same_with_cache(tmp_path / "out")
 
 
-def test_a_feed_forward_that_is_linear_gets_its_linear_map(tmp_path: Path) -> None:
-    """GELU far from zero gives its input back."""
-    source = source_of("gpt2", tmp_path)
-    weights = load_file(source / "model.safetensors")
-    (bias,) = [name for name in weights if name.endswith("h.1.mlp.c_fc.bias")]
-    weights[bias] += 40
-    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
-    plan = plan_of(source, "flops=-10%", "stand-in")
-    assert maps_of(plan) == {"transformer.h.1.mlp": "linear"}
-    assert plan.rewrites[0].evidence.figures["kl"] == pytest.approx(0, abs=2e-3)
+def test_a_feed_forward_that_adds_little_gets_a_map(tmp_path: Path) -> None:
+    source = edited(source_of("gpt2", tmp_path), "h.1.mlp.c_proj.weight", "h.1.mlp.c_proj.bias", by=1e-2)
+    plan = plan_of(source, "params=-5.5%", "stand-in")
+    assert maps_of(plan).keys() == {"transformer.h.1.mlp"} and plan.rewrites[0].by in {"linear", "low-rank"}
+    assert plan.rewrites[0].evidence.figures["kl"] == pytest.approx(0, abs=1e-4)
     assert plan.rewrites[0].pass_name == "stand-in"
+
+
+def test_within_a_budget_of_losses_a_map_is_certified(tmp_path: Path) -> None:
+    source = edited(source_of("llama", tmp_path), "1.self_attn.o_proj.weight")
+    plan = plan_of(source, "kl<=0.02", "sublayers")
+    assert maps_of(plan).keys() == {"model.layers.1.self_attn", "model.layers.1.input_layernorm"}
+    (evidence,) = {one.evidence.model_dump_json(): one.evidence for one in plan.rewrites}.values()
+    assert evidence.grade == "certified"
+    assert evidence.figures["kl_estimate"] == pytest.approx(0, abs=1e-6)
+    assert 0 < evidence.figures["kl_at_most"] <= 0.02
+    assert "with 1 map: KL 0.0000" in evidence.figures["path"]
 
 
 def test_one_attention_stays_where_all_do_nothing(tmp_path: Path) -> None:

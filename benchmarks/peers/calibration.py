@@ -13,6 +13,9 @@ from benchmarks.peers.moments import Moments, moments
 from benchmarks.peers.streams import Turns, turns
 from benchmarks.peers.structure import Structure
 from benchmarks.peers.text import LENGTH
+from collapse.search.map_trials import MapTrials
+from collapse.search.maps import kinds_for
+from collapse.search.options import MapTrial, keeping_one
 from collapse.search.trials import Trial, Trials
 
 
@@ -44,9 +47,19 @@ class Calibration:
     @cached_property
     def trials(self) -> tuple[Trial, ...]:
         """What the units of each block cost alone: fitted to a row in four, measured on a quarter of one in sixteen."""
-        fitting, choosing = self.ids[::4], self.ids[2::16, : LENGTH // 4]
         units = self.structure.units
-        return Trials(self.model, self.structure.layers, units, fitting, choosing).run(lambda done, of: None)
+        return Trials(self.model, self.structure.layers, units, *self._tried_on).run(lambda done, of: None)
+
+    @cached_property
+    def map_trials(self) -> tuple[MapTrial, ...]:
+        """What maps in place of sublayers cost alone, on the same rows."""
+        kinds = {place: kinds_for(place, ("stand-in", "sublayers")) for place in self.structure.places.found}
+        tries = MapTrials(self.model, self.structure.layers, kinds, *self._tried_on)
+        return keeping_one(tries.run(lambda done, of: None), self.structure.places.attentions)
+
+    @property
+    def _tried_on(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ids[::4], self.ids[2::16, : LENGTH // 4]
 
     def blocks_for(self, share: float) -> int:
         """Return how many blocks come nearest to a share of all, one at least."""

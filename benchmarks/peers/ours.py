@@ -1,4 +1,4 @@
-"""What `collapse` does within a size: narrower blocks, all alike or each with its own size; refitted, then healed."""
+"""What `collapse` does within a size: narrower blocks, all alike or not, or maps in them; refitted, then healed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collapse.heal.pair import Pair
 from collapse.heal.settings import Settings
 from collapse.heal.train import heal
 from collapse.search.allocate import allocate
+from collapse.search.options import allocate_with_maps
 from collapse.search.surgery import copy_sharing
 from collapse.search.sweep import Sweep
 
@@ -35,6 +36,16 @@ def free(calibration: Calibration, share: float) -> Removal:
         sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids)
         calibration.fitted[share] = sweep.run(sizes, (), lambda done, of: None).model
     return Removal("collapse-free", made=calibration.fitted[share])
+
+
+def maps(calibration: Calibration, share: float) -> Removal:
+    """Let every sublayer have a size of its own or a map in its place, by what either costs alone."""
+    structure = calibration.structure
+    worth = {one: one.place.parameters - one.kind.parameters(one.place.width) for one in calibration.map_trials}
+    target = share * structure.decoder_parameters(calibration.model)
+    shape = allocate_with_maps(calibration.trials, calibration.map_trials, target, worth)
+    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids, places=structure.places.found)
+    return Removal("collapse-maps", made=sweep.run(shape.kept, (), lambda done, of: None, shape.maps).model)
 
 
 def healed(calibration: Calibration, share: float) -> Removal:

@@ -5,23 +5,25 @@ Found by `collapse.analysis` in the traced graph, so that no peer knows a module
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from collapse.analysis.layers import Layers, layer_lists
 from collapse.checkpoint import Checkpoint
 from collapse.errors import UnsupportedError
+from collapse.search.places import Places, places_of
 from collapse.search.units import Units, units_of
 from collapse.trace import load_config, trace
 
 
 @dataclass(frozen=True)
 class Structure:
-    """The one list of blocks of a model, and the units in them."""
+    """The one list of blocks of a model, the units in them, and the sublayers that a map can stand in for."""
 
     layers: Layers
     units: tuple[Units, ...]
+    places: Places = field(default_factory=lambda: Places((), (), 0))
 
     @property
     def size(self) -> int:
@@ -50,5 +52,5 @@ def structure_of(checkpoint: Checkpoint) -> Structure:
     lists = [layers for layers in found if isinstance(layers, Layers)]
     if len(lists) != 1:
         raise UnsupportedError(f"{len(lists)} lists of blocks that can be cut, not one", where=checkpoint.label)
-    units = (one for one in units_of(program, checkpoint, lists[0]) if isinstance(one, Units))
-    return Structure(lists[0], tuple(units))
+    units = tuple(one for one in units_of(program, checkpoint, lists[0]) if isinstance(one, Units))
+    return Structure(lists[0], units, places_of(program, checkpoint, config, lists[0], units, "stand-in"))

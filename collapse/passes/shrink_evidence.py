@@ -51,6 +51,7 @@ def path_figures(path: Sequence[Point]) -> Figures:
 def _said(point: Point) -> str:
     parts = [f"{len(point.shape.gone)} blocks"] if point.shape.gone else []
     parts += [f"{count} {kind}" for kind, count in point.lost.items()]
-    maps = f"with {len(point.maps)} maps" if point.maps else ""
+    count = len(point.maps)
+    maps = f"with {count} {'maps' if count > 1 else 'map'}" if count else ""
     narrower = "without " + ", ".join(parts or ["anything"])
     return narrower if not maps else f"{narrower}, {maps}" if parts else maps

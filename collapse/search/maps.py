@@ -19,7 +19,7 @@ from collapse.plan import Map
 from collapse.search.least_squares import Normal, normal_equations, pulled
 from collapse.search.places import Place
 
-RIDGE = 0.03  # of each input's own energy
+RIDGE = 0.1  # of each input's own energy; what cost least, or nearly, on systems whose logs were not fitted to
 RANKS = (4, 8)  # of the width one in so many
 
 
