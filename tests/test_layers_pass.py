@@ -61,11 +61,11 @@ def context_without_budget():  # no field of it but the budget may be read
 
 
 def test_a_block_that_does_nothing_is_certified(source: Path) -> None:
-    rewrite = dropped_by(plan_of(source, "kl<=0.02"))
+    rewrite = dropped_by(plan_of(source, "kl<=0.01"))
     assert IDLE not in rewrite.kept and len(rewrite.kept) == 3
     assert rewrite.evidence.grade == "certified"
     assert rewrite.evidence.figures["kl_estimate"] == pytest.approx(0, abs=1e-6)
-    assert 0 < rewrite.evidence.figures["kl_at_most"] <= 0.02
+    assert 0 < rewrite.evidence.figures["kl_at_most"] <= 0.01
     assert rewrite.config == {"num_hidden_layers": 3}
 
 
@@ -94,7 +94,7 @@ def test_a_size_out_of_reach_is_a_near_miss_with_the_figures(source: Path) -> No
 
 def test_the_export_is_a_plain_shorter_model_that_says_the_same(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = Options(passes=("layers", "vocabulary", "last-token"), budgets=parse_budgets("kl<=0.02"))
+    options = Options(passes=("layers", "vocabulary", "last-token"), budgets=parse_budgets("kl<=0.01"))
     result = export(source, out, LOG, options)
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.num_hidden_layers == len(model.model.layers) == 3
@@ -110,16 +110,16 @@ def test_the_export_is_a_plain_shorter_model_that_says_the_same(source: Path, tm
 
 
 def test_a_size_that_the_losses_do_not_allow_is_said_to_be_missed(source: Path) -> None:
-    proposal = plan_of(source, "kl<=0.02,flops=-90%")
+    proposal = plan_of(source, "kl<=0.01,flops=-90%")
     assert dropped_by(proposal).evidence.grade == "certified"
     assert "before the sizes are reached" in proposal.skipped[-1].reason
-    reached = plan_of(source, "kl<=0.02,flops=-20%")
+    reached = plan_of(source, "kl<=0.01,flops=-20%")
     assert dropped_by(reached).evidence.figures["flops_share"] <= 0.8
     assert not any("before the sizes" in one.reason for one in reached.skipped)
 
 
 def test_a_budget_without_its_pass_is_one_line(source: Path, command: Command) -> None:
-    outcome = command("plan", source, "--budget", "kl<=0.02", "--pass", "vocabulary")
+    outcome = command("plan", source, "--budget", "kl<=0.01", "--pass", "vocabulary")
     assert outcome.code == 2
     assert len(outcome.err.strip().splitlines()) == 1 and "--pass layers" in outcome.err
 
