@@ -263,7 +263,12 @@ def _cache(folder: Path | None, nothing: bool) -> Path | None:
 
     if nothing and folder:
         raise PlanError("is where to keep what --no-cache says not to keep", where="--cache", fix="leave one out")
-    return None if nothing else folder or cache_directory() / "search"
+    if nothing or folder:
+        return folder
+    try:
+        return cache_directory() / "search"
+    except RuntimeError:  # a user without a home, as in many a container: nothing is kept
+        return None
 
 
 def _watch(quiet: bool) -> Stopwatch:

@@ -28,6 +28,7 @@ __all__ = [
 
 BLOCKS = 2400
 SMALLEST_BLOCK = 400
+RUN = 4  # lines: a document of the sample that shares so many in a row with a user's text is known there
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,22 @@ def builtin_corpus(schema: InputSchema) -> Corpus:
 def related(schema: InputSchema, own: Corpus) -> tuple[str, ...]:
     """Return blocks of the built-in sample of the schema's type without the documents that are in `own` text too.
 
-    None where no document of the sample obeys the schema, or blank ones alone.
+    Lines of the user's may be held out, however their files are cut into documents: a document counts as there where
+    four of its lines in a row are, or all if it has fewer; blanks around a line do not count. None where no document of
+    the sample obeys the schema, or blank ones alone.
     """
     try:
         sample = builtin_corpus(schema)
     except SchemaError:
         return ()
-    known = set(own.documents)
-    kept = [(name, text) for name, text in zip(sample.sources, sample.documents, strict=True) if text not in known]
+    runs = {run for text in _texts_by_source(own) for run in _runs(text)}
+    lines = {line for text in own.documents for line in _lines(text)}
+
+    def is_known(text: str) -> bool:
+        found = _runs(text)
+        return not runs.isdisjoint(found) if found else bool(_lines(text)) and lines.issuperset(_lines(text))
+
+    kept = [(name, text) for name, text in zip(sample.sources, sample.documents, strict=True) if not is_known(text)]
     rest = replace(sample, documents=tuple(text for _, text in kept), sources=tuple(name for name, _ in kept))
     return tuple(text for _, text in _blocks(rest) if text.strip())
 
@@ -207,6 +216,22 @@ def _documents_of(path: Path, name: str, schema: InputSchema, field: str | None,
         yield from textfile.lines(text)
     else:
         yield from textfile.pieces(text)
+
+
+def _texts_by_source(corpus: Corpus) -> Iterator[str]:
+    for _, documents in _by_source(corpus):
+        yield "\n".join(documents)
+
+
+def _runs(text: str) -> list[tuple[str, ...]]:
+    """Return every `RUN` lines in a row, of those that have a letter or a digit: brackets alone are in any text."""
+    lines = [line for line in _lines(text) if any(map(str.isalnum, line))]
+    return [tuple(lines[start : start + RUN]) for start in range(len(lines) - RUN + 1)]
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines without blank ones and the blanks around each."""
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def _refuse(found: Violation | None, name: str, first_line: int) -> None:

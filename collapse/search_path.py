@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, field_validator
 
 from collapse.canonical import dumps
 from collapse.errors import PlanError
 from collapse.plan import Layout, Plan, Record, first_problem
 
+SIZES = ("params", "flops", "decode")  # as budgets name them
 PATH_FILE = "collapse-path.json"
 SUFFIX = ".path.json"  # beside a plan file: plan.json has its path in plan.path.json
 
@@ -63,6 +64,13 @@ class PathPoint(Record):
     held_out: Losses | None = None
     bounds: tuple[HeldBound, ...] = ()
     taken: bool = False
+
+    @field_validator("shares")
+    @classmethod
+    def _of_all_sizes(cls, shares: dict[str, float]) -> dict[str, float]:
+        if missing := [name for name in SIZES if name not in shares]:
+            raise ValueError(f"has no {missing[0]}")
+        return shares
 
 
 class SearchPath(Record):

@@ -125,15 +125,32 @@ def sequences(checkpoint: Checkpoint, schema: InputSchema, split: Split | None, 
     )
 
 
+def apart(blocks: Sequence[str], count: int, encode: Callable[[str], Ids], length: int) -> list[Ids]:
+    """Return at most `count` sequences of `length` tokens, evenly spread, no two of them with a block in common."""
+    found: list[Ids] = []
+    start = 0
+    while start < len(blocks):
+        stop, ids = _from(blocks, start, encode, length)
+        if len(ids) >= length:
+            found.append(ids[:length])
+        start = stop
+    count = min(count, len(found))
+    return [found[number * len(found) // count] for number in range(count)]
+
+
 def cut(blocks: Sequence[str], count: int, encode: Callable[[str], Ids], length: int) -> Iterator[Ids]:
     """Yield at most `count` sequences of `length` tokens, or of as many as the blocks from a start on have."""
     count = min(count, len(blocks))
     for number in range(count):
-        start = number * len(blocks) // count
-        stop = start + 1
-        ids = encode(blocks[start])
-        while len(ids) < length and stop < len(blocks):
-            stop += 1
-            ids = encode("".join(blocks[start:stop]))
+        _, ids = _from(blocks, number * len(blocks) // count, encode, length)
         if ids:
             yield ids[:length]
+
+
+def _from(blocks: Sequence[str], start: int, encode: Callable[[str], Ids], length: int) -> tuple[int, Ids]:
+    """Return the ids of as many blocks from `start` on as give `length` tokens, and the number of the next block."""
+    stop, ids = start + 1, encode(blocks[start])
+    while len(ids) < length and stop < len(blocks):
+        stop += 1
+        ids = encode("".join(blocks[start:stop]))
+    return stop, ids

@@ -413,3 +413,24 @@ def test_there_is_no_related_text_where_the_sample_breaks_the_schema(tmp_path):
     schema = InputSchema(type="log", charset="chars:abcd\n")
     own = corpus_module.read_corpus([path], schema)
     assert corpus_module.related(schema, own) == ()
+
+
+PROSE = "\n\n".join(f"Paragraph {n} of a book,\nwhich has {n} words." for n in range(40))
+
+
+@pytest.mark.parametrize(
+    ("sample", "own"),
+    [
+        ("first line 1\n", "first line 1"),  # a field of JSON Lines
+        ("first line 1\n", "first line 1\r\n"),
+        ("first line 1\n", "it says:\n  first line 1\nand more\n"),
+        (PROSE, PROSE[: len(PROSE) // 2]),
+        (PROSE[: len(PROSE) // 2], "Before it.\n\n" + PROSE),
+    ],
+)
+def test_no_related_text_is_in_the_users_own_that_is_cut_otherwise(sample, own, monkeypatch):
+    other = "quite another one\nthat nobody has\n}\n]\n}\n]\n}\n"
+    found = corpus_module.Corpus((sample, other, "\n"), ("a", "b", "a"))
+    monkeypatch.setattr(corpus_module, "builtin_corpus", lambda schema: found)
+    mine = corpus_module.Corpus((own, "mine\n}\n]\n}\n]\n}\n"), ("own", "own"))
+    assert corpus_module.related(InputSchema(type="log"), mine) == (other,)

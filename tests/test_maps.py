@@ -17,7 +17,8 @@ from collapse.search.shapes import Prices, Uneven
 from collapse.search.trials import Trial
 
 WIDTH, TOKENS = 6, 300
-KINDS = (MapKind("linear"), MapKind("low-rank", 2), MapKind("constant"), MapKind("zero"))
+LINEAR = MapKind("linear")
+KINDS = (LINEAR, MapKind("low-rank", 2), MapKind("constant"), MapKind("zero"))
 
 
 def tokens(seed: int, noise: float = 0.5) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,3 +198,10 @@ def test_a_map_is_worth_what_goes_with_its_sublayer() -> None:
     where = Place("a", 0, 4, 100, True, None, None, None)
     assert prices.saved(where, MapKind("linear")) == 300 - 2 * 20
     assert prices.share(Uneven(maps={where: MapKind("low-rank", 1)})) == pytest.approx(1 - (300 - 2 * 12) / 1000)
+
+
+def test_a_map_that_adds_to_the_size_does_not_count_as_one_that_takes_all_of_it() -> None:
+    """A map for experts of which few run has more FLOPs than they."""
+    maps = [MapTrial(place("experts"), LINEAR, 0.01), MapTrial(place("mlp"), LINEAR, 0.1)]
+    found = allocate_with_maps((), maps, 10, dict(zip(maps, (-30, 12), strict=True)))
+    assert [one.site for one in found.maps] == ["mlp"]

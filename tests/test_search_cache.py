@@ -24,6 +24,7 @@ from collapse.analysis.layer_search import LayerSearch, Step
 from collapse.budget import parse_budgets
 from collapse.canonical import digest, dumps
 from collapse.certify.losses import SequenceLoss
+from collapse.cli import _cache
 from collapse.errors import CollapseError
 from collapse.pipeline import make_plan
 from collapse.program import Program
@@ -290,10 +291,11 @@ def test_a_disk_that_is_full_stops_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_keys_tell_shapes_apart_and_refuse_what_they_do_not_know() -> None:
     other = replace(UNITS, block=3)
     shapes = [Shape(), Shape((1,)), Shape((), {"neurons": 1}), Uneven(kept={UNITS: 3}), Uneven(kept={other: 3})]
+    shapes.append(Uneven(kept={replace(UNITS, reader="shared"): 3}))  # others of the same block, as a second MLP's
     keys = [key_of(shape) for shape in shapes]
     assert len(set(keys)) == len(keys)
     assert key_of(Uneven(kept={UNITS: 3, other: 2})) == key_of(Uneven(kept={other: 2, UNITS: 3}))
-    assert key_of(Uneven(kept={UNITS: 3})) == '["Uneven",[],[],[[["neurons",2,24],3]]]'
+    assert key_of(Uneven(kept={UNITS: 3})) == '["Uneven",[],[],[[["neurons",2,24,""],3]]]'
     with pytest.raises(TypeError, match="Tensor cannot be a key"):
         key_of({"a": torch.zeros(1)})
     assert len(sizes_of(UNITS)) == len(FRACTIONS)
@@ -317,3 +319,21 @@ def test_the_command_keeps_by_default_and_not_if_told_so(
     assert folders == [tmp_path / "search", tmp_path / "own", None]
     found = command("plan", llama, "--no-cache", "--cache", tmp_path)
     assert found.code == 2 and "--cache: is where to keep what --no-cache says not to keep; leave one out" in found.err
+
+
+def test_steps_that_are_no_numbers_are_not_kept(tmp_path: Path) -> None:
+    steps = [Step((1,), 0.5), Step((1, 2), math.nan), Step((1, 2, 3), 0.7)]
+    with remembering(tmp_path, {}) as memory:
+        assert list(memory.steps(lambda known: iter(steps))) == steps
+    with remembering(tmp_path, {}) as memory:
+        assert list(memory.steps(lambda known: iter(()))) == steps[:1]
+
+
+def test_a_user_without_a_home_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("COLLAPSE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert _cache(None, False) is None and _cache(tmp_path, False) == tmp_path

@@ -121,6 +121,7 @@ def test_without_a_budget_there_is_no_path_and_an_earlier_one_goes(llama: Path, 
         (lambda body: body.update(plan="0" * 64), "is the path to the plan 000000000000, this one is"),
         (lambda body: body.update(format="collapse-path/2"), "field format"),
         (lambda body: body["points"][0].pop("kl"), "field points.0.kl"),
+        (lambda body: body["points"][0].update(shares={"params": 1.0}), "points.0.shares.*no flops"),
         (lambda body: body["points"][0].update(weights=[1.0]), "field points.0.weights"),
     ],
 )

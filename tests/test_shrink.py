@@ -14,6 +14,7 @@ from collapse.budget import parse_budgets
 from collapse.manifest import load_manifest
 from collapse.pipeline import make_plan
 from collapse.plan import DropLayers, Narrow, Plan, Replace
+from collapse.search.measure import Judge
 from tests.architectures import save_tiny
 from tests.test_export import LOG, save_tokenizer
 
@@ -112,7 +113,7 @@ def test_blocks_and_neurons_go_together(llama: Path, tmp_path: Path) -> None:
 def test_a_budget_that_nothing_meets_changes_nothing(llama: Path) -> None:
     plan = plan_of(llama, "kl<=0.000001")
     assert plan.rewrites == ()
-    assert any("breaks the budget" in one.reason or "no native shape" in one.reason for one in plan.skipped)
+    assert any("breaks the budget" in one.reason or "too much to be judged" in one.reason for one in plan.skipped)
 
 
 def test_without_a_budget_no_weight_is_computed(llama: Path) -> None:
@@ -160,3 +161,24 @@ def test_blocks_stay_whole_in_the_free_layout(llama: Path) -> None:
     plan = make_plan(llama, LOG, Options(passes=("layers",), budgets=parse_budgets("params=-5%"), layout="free")).plan
     assert plan.rewrites == ()
     assert any("native layout only" in one.reason for one in plan.skipped)
+
+
+def test_what_judges_is_the_model_as_its_files_hold_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a model of bfloat16 the fitted tensors are rounded; losses of anything finer would be another model's."""
+    source = source_of("llama", tmp_path)
+    weights = {name: tensor.bfloat16() for name, tensor in load_file(source / "model.safetensors").items()}
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    judged: list[torch.Tensor] = []
+    losses = Judge.losses
+
+    def watched(judge, smaller, *rest):
+        judged.extend(tensor for name, tensor in smaller.named_parameters() if name.endswith("down_proj.weight"))
+        return losses(judge, smaller, *rest)
+
+    monkeypatch.setattr(Judge, "losses", watched)
+    options = Options(passes=("neurons",), budgets=parse_budgets("params=-5%"))
+    make_plan(source, LOG, options, save=tmp_path / "plan.json")
+    written = load_file(tmp_path / "plan.safetensors")
+    assert len(judged) == len(written) == 3
+    for tensor, stored in zip(judged, (written[name] for name in sorted(written)), strict=True):
+        assert stored.dtype == torch.bfloat16 and torch.equal(tensor, stored.float())

@@ -14,7 +14,7 @@ from collapse.checkpoint import Checkpoint
 from collapse.plan import Plan
 from collapse.rewrite.tensors import token_narrow
 from collapse.rewrite.tokenizer import narrow_side_files
-from collapse.sequences import Ids, cut, encoder
+from collapse.sequences import Ids, apart, encoder
 from collapse.tokenizer import TOKENIZER
 
 Encode = Callable[[str], Ids]
@@ -71,6 +71,5 @@ def _pieces(blocks: Sequence[str]) -> Iterator[str]:
 
 
 def starts(blocks: Sequence[str], encode: Encode, length: int, count: int) -> Tensor:
-    """Return windows [n, length] that begin at blocks, at most `count`, each from another one."""
-    found = [ids for ids in cut(blocks, count, encode, length) if len(ids) == length]
-    return torch.tensor(found, dtype=torch.long).reshape(-1, length)
+    """Return windows [n, length] that begin at blocks, at most `count`, no two of them with a block in common."""
+    return torch.tensor(apart(blocks, count, encode, length), dtype=torch.long).reshape(-1, length)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from collapse.analysis.layers import Layers, layer_lists
 from collapse.budget import Budget
-from collapse.certify.certificate import learn_then_test
+from collapse.certify.certificate import Certificate, learn_then_test
 from collapse.certify.losses import SequenceLoss
 from collapse.passes.base import Context, Proposal
 from collapse.passes.shrink_evidence import Figures, measurement, path_figures
@@ -109,9 +109,8 @@ class Shrinking:
         trail.tested(tests)
         met = [one for one in tests if one.met]
         if not met:
-            reason = "the bound on held-out text breaks the budget with the first step already"
             figures = {**tests[0].to_evidence().figures, **path_figures(path)} if tests else {}
-            return Proposal(skipped=(self._skipped(reason if tests else "no native shape is smaller", figures),))
+            return Proposal(skipped=(self._skipped(_none_met(tests, trail), figures),))
         taken = path[: len(met)]
         trail.taken(len(met) - 1)
         sizes = task.sizes(taken[-1].shape)
@@ -121,6 +120,16 @@ class Shrinking:
             return found
         reason = "the bound on held-out text breaks the budget before the sizes are reached"
         return replace(found, skipped=(self._skipped(reason, path_figures(path)),))
+
+
+def _none_met(tests: Sequence[Certificate], trail: Trail) -> str:
+    if tests:
+        return "the bound on held-out text breaks the budget with the first step already"
+    if trail.points:
+        return (
+            f"the first step loses {trail.points[0].kl:.4g} nats a token on the text that chose, too much to be judged"
+        )
+    return "no native shape is smaller" if trail.task.context.layout == "native" else "no shape is smaller"
 
 
 def _halfway(level: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ from collapse.search.sweep import Sweep
 from collapse.search.trials import Trials
 from collapse.search.units import Units, units_of
 from collapse.search.walk import Order, Point, Walk
-from collapse.sequences import cut, encoder, text_bytes
+from collapse.sequences import Ids, apart, context_length, cut, encoder, text_bytes
 
 FIT_WINDOW, FITTING = 256, 128  # tokens of a sequence to fit to; sequences
 WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones, make a bound tight
@@ -42,6 +42,7 @@ CHOOSING, HELD_OUT = 32, 512  # sequences; a rate of a hundredth is not certifie
 STRETCH, EVERY = 8, 4  # of calibration blocks, every fourth stretch of eight chooses, the others fit
 FIT_EVERY, TRY_EVERY = 4, 8  # of the sequences one in so many, where single blocks are fitted and tried
 SIZE_OF = {"params": "params", "flops": "prefill_flops", "decode": "weight_bytes_per_decode_token"}
+Cutting = Callable[[Sequence[str], int, Callable[[str], Ids], int], Iterable[Ids]]
 PENDING = Evidence(grade="measured", claim="is being measured", method="search")
 
 
@@ -66,14 +67,15 @@ def texts_of(context: Context) -> Texts | None:
     found = Texts(
         torch.cat([_windows(context, fit, FITTING - len(more), FIT_WINDOW), more]),
         _windows(context, choose, CHOOSING, WINDOW),
-        _windows(context, context.texts.held_out, HELD_OUT, WINDOW),
+        _windows(context, context.texts.held_out, HELD_OUT, WINDOW, apart),  # or a bound would count text twice
     )
     return found if all(len(one) for one in (found.fitting, found.choosing, found.held_out)) else None
 
 
-def _windows(context: Context, blocks: Sequence[str], count: int, length: int) -> Tensor:
-    """Return whole windows of the text, [windows, length]."""
-    found = [ids for ids in cut(blocks, count, encoder(context.checkpoint), length) if len(ids) == length]
+def _windows(context: Context, blocks: Sequence[str], count: int, length: int, cutting: Cutting = cut) -> Tensor:
+    """Return whole windows of the text, [windows, length]; shorter ones where the model takes no such length."""
+    length = min(length, context_length(dict(context.checkpoint.config)) or length)
+    found = [ids for ids in cutting(blocks, count, encoder(context.checkpoint), length) if len(ids) == length]
     return torch.tensor(found, dtype=torch.long).reshape(len(found), length)
 
 
@@ -98,7 +100,10 @@ class Task:
         runs = BlockRuns(model, layers.site)
         before = _cost(context, ())
         prices = _prices(before, context, layers, units, places.found)
-        sweep = Sweep(model, layers, units, texts.fitting, places=places.found)
+        origin = Origin(context.checkpoint, context.config, context.program, layers, units)
+        dtypes = {one.reader: origin.dtype_of_reader(one) for one in units}
+        dtypes |= {place.site: origin.dtype_of_site(place.site) for place in places.found}
+        sweep = Sweep(model, layers, units, texts.fitting, places=places.found, dtypes=dtypes)
         choosing = Judge.of(runs, texts.choosing)
         walk: Walk | FreeWalk
         if context.layout == "free":
@@ -109,14 +114,13 @@ class Task:
         else:
             order = _order(context, runs, layers, texts, memory) if "layers" in moves else Order(())
             walk = Walk(sweep, choosing, prices, units, order, context.progress, memory)
-        origin = Origin(context.checkpoint, context.config, context.program, layers, units)
         left = (*left_alone, *places.skipped)
         return cls(context, origin, walk, Judge.of(runs, texts.held_out), left, before, memory)
 
     @property
     def design(self) -> Design:
         """The design of certificates on the held-out sequences."""
-        return Design(split=digest(self.judge.windows.tolist()), length=WINDOW - 1)
+        return Design(split=digest(self.judge.windows.tolist()), length=self.judge.windows.shape[1] - 1)
 
     def allowed(self, shape: Shape) -> bool:
         """Whether the architecture can have a shape."""

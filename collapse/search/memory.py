@@ -25,7 +25,7 @@ from collapse.canonical import digest, file_digest
 from collapse.certify.losses import SequenceLoss
 from collapse.search.units import Units
 
-CODE = ("analysis", "certify", "search", "passes", "rewrite")  # sub-packages in which a change may give other figures
+CODE = ("analysis", "certify", "models", "search", "passes", "rewrite")  # where a change may give other figures
 
 
 class Content(store.Content):
@@ -64,9 +64,12 @@ class Memory:
         """Yield the steps that are known, then those that `further` gives after them."""
         known = tuple(self._content.steps)
         yield from known
+        kept = True
         for step in further(known):
-            self._content.steps.append(step)
-            self._save()
+            kept = kept and math.isfinite(step.kl)  # nor are those after it
+            if kept:
+                self._content.steps.append(step)
+                self._save()
             yield step
 
     def losses(self, of: object, measure: Callable[[], Iterable[SequenceLoss]]) -> list[SequenceLoss]:
@@ -124,7 +127,10 @@ def _locked(folder: Path | None, made_for: Mapping[str, Any]) -> Iterator[Path |
 
 
 def key_of(value: object) -> str:
-    """Return what a value consists of as JSON, units by kind, block and size; raises `TypeError` for what has none."""
+    """Return what a value consists of as JSON, units by kind, block, size and reader.
+
+    Raises `TypeError` for what has none.
+    """
     return json.dumps(_plain(value), separators=(",", ":"))
 
 
@@ -132,7 +138,7 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Units):
-        return [value.kind, value.block, value.size]
+        return [value.kind, value.block, value.size, value.reader]
     if isinstance(value, Mapping):
         return sorted(([_plain(name), _plain(one)] for name, one in value.items()), key=json.dumps)
     if isinstance(value, tuple | list):

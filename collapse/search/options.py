@@ -109,6 +109,8 @@ class _Sublayer:
         """Return by number of cells the least cost of losing as many or more, and the number of the choice."""
         costs, best = np.full(cells + 1, np.inf), np.zeros(cells + 1, dtype=np.int64)
         for number, choice in enumerate(self.choices):
+            if choice.worth < 0:  # it adds to the size that is asked about, as a map for experts may to FLOPs
+                continue
             reached = min(cells, int(choice.worth / cell + 1e-9))
             better = costs[: reached + 1] > choice.kl
             costs[: reached + 1][better], best[: reached + 1][better] = choice.kl, number

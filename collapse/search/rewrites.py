@@ -101,8 +101,7 @@ class Origin:
         self, site: str, outputs: int | None, kind: MapKind, tensors: Mapping[str, Tensor], evidence: Evidence
     ) -> tuple[StandIn, dict[str, Tensor]] | Skipped:
         name = "sublayers" if kind.by in READ_NOTHING else "stand-in"
-        files = owned(self.program, self.checkpoint, site)
-        dtype = FLOATS[self.checkpoint.tensors[next(iter(files))].dtype] if files else torch.float32
+        dtype = self.dtype_of_site(site)
         typed = {part: tensor.to(dtype) for part, tensor in tensors.items()}
         return stand_in(self.program, self.checkpoint, {site: outputs}, site, kind.by, typed, evidence, name)
 
@@ -115,6 +114,16 @@ class Origin:
         digests = {name: data_digest(tensor) for name, tensor in typed.items()}
         replaced = Replace(pass_name=self.units[0].kind, site=self.layers.site, evidence=evidence, tensors=digests)
         return replaced, typed
+
+    def dtype_of_site(self, site: str) -> torch.dtype:
+        """Return the dtype of the files that a map in the place of a module gets: that of its first tensor."""
+        files = owned(self.program, self.checkpoint, site)
+        return _dtype(self.checkpoint, next(iter(files))) if files else torch.float32
+
+    def dtype_of_reader(self, units: Units) -> torch.dtype:
+        """Return the dtype of the files that the weight which reads some units has."""
+        name = f"{units.reader}.weight"
+        return _dtype(self.checkpoint, self.file_name(name)) if name in self.program.shapes else torch.float32
 
     def file_name(self, name: str) -> str:
         """Return the files' name of a tensor of the model."""

@@ -63,7 +63,8 @@ class Sweep:
     """Sweeps over `model` with calibration `windows`, token ids [sequences, tokens].
 
     `units` are those of every block in the order in which a block runs them, `places` the sublayers that maps may
-    stand in for.
+    stand in for. `dtypes` says as what the files will hold what is fitted, by the path of a reader or a place: it is
+    rounded to that at once, so that what is measured is what is written, and later fits make up for it too.
     """
 
     def __init__(
@@ -74,9 +75,10 @@ class Sweep:
         windows: Tensor,
         ridge: float = RIDGE,
         places: Sequence[Place] = (),
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         self._model, self._layers, self._units, self._ridge = model, layers, units, ridge
-        self._places = places
+        self._places, self._dtypes = places, dtypes
         self._batches = torch.split(windows, ROWS)
         self._blocks = list(model.get_submodule(layers.site).children())
 
@@ -94,7 +96,7 @@ class Sweep:
         smaller = copy_sharing(self._model)
         own = list(smaller.get_submodule(self._layers.site).children())
         starts, calls = zip(*(block_calls(self._model, self._blocks, ids) for ids in self._batches), strict=True)
-        state = _State(smaller, list(starts), list(starts), self._ridge)
+        state = _State(smaller, list(starts), list(starts), self._ridge, self._dtypes)
         for number, block in enumerate(self._blocks):
             parts = self._parts(number, maps)
             turn = [call[number] for call in calls]
@@ -132,6 +134,11 @@ class _State:
     source: list[Tensor]
     own: list[Tensor]
     ridge: float
+    dtypes: Mapping[str, torch.dtype]
+
+    def rounded(self, path: str, tensor: Tensor) -> Tensor:
+        """Return what the files will hold of a tensor that is fitted for `path`, fp32."""
+        return tensor.to(self.dtypes.get(path, torch.float32)).float()
 
     def __post_init__(self) -> None:
         self.kept: dict[Units, tuple[int, ...]] = {}
@@ -201,7 +208,7 @@ class _Block:
         normal = pulled(normal_equations(pairs), reader.matrix, self.state.ridge)
         kept = eliminate(normal, [tuple(units.columns([unit])) for unit in range(units.size)], size)
         columns = torch.tensor([*units.columns(kept), *range(reader.inputs, reader.matrix.shape[1])])
-        matrix = normal.solve(columns).float()
+        matrix = self.state.rounded(units.reader, normal.solve(columns))
         if size < units.size:
             narrow_units(self.state.smaller, units, kept)
             self.state.kept[units] = kept
@@ -212,7 +219,8 @@ class _Block:
 
     def _map(self, place: Place, kind: MapKind, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
         """Put a map in a place, fitted to what is wanted of it, and return what it gives."""
-        tensors = Fit.of(zip(inputs, wanted, strict=True)).tensors(kind)
+        fitted = Fit.of(zip(inputs, wanted, strict=True)).tensors(kind)
+        tensors = {part: self.state.rounded(place.site, tensor) for part, tensor in fitted.items()}
         made = module_of(place, kind, tensors)
         put_module(self.state.smaller, place.site, made)
         self.state.maps[place] = tensors
