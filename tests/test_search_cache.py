@@ -295,7 +295,7 @@ def test_keys_tell_shapes_apart_and_refuse_what_they_do_not_know() -> None:
     keys = [key_of(shape) for shape in shapes]
     assert len(set(keys)) == len(keys)
     assert key_of(Uneven(kept={UNITS: 3, other: 2})) == key_of(Uneven(kept={other: 2, UNITS: 3}))
-    assert key_of(Uneven(kept={UNITS: 3})) == '["Uneven",[],[],[[["neurons",2,24,""],3]]]'
+    assert key_of(Uneven(kept={UNITS: 3})) == '["Uneven",[],[],[[["neurons",2,24,""],3]],[]]'
     with pytest.raises(TypeError, match="Tensor cannot be a key"):
         key_of({"a": torch.zeros(1)})
     assert len(sizes_of(UNITS)) == len(FRACTIONS)
