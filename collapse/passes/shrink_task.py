@@ -61,6 +61,8 @@ def texts_of(context: Context) -> Texts | None:
     Half of those to fit to are of related text, where there is some: a fit to few systems' text is bad for others'.
     """
     blocks = context.texts.calibration
+    if not blocks:  # a schema of token ids alone: there may be no tokenizer either
+        return None
     chooses = [number // STRETCH % EVERY == EVERY - 1 for number in range(len(blocks))]
     fit, choose = ([one for one, flag in zip(blocks, chooses, strict=True) if flag is side] for side in (False, True))
     more = _windows(context, context.related, FITTING // 2, FIT_WINDOW)

@@ -146,6 +146,7 @@ def _searched(path: SearchPath | None) -> Iterator[str]:
     if path is not None and path.points:
         yield "## What was searched"
         yield path_table(path)
+        yield "What is promised is the evidence above; the plan's digest does not cover this table."
 
 
 def _skipped(skipped: tuple[Skipped, ...]) -> Iterator[str]:

@@ -60,5 +60,5 @@ class MapTrials:
             put_module(smaller, place.site, module_of(place, kind, fit.tensors(kind)))
             kl = alone.kl(smaller, place.block)
             yield kl
-            if kl > HOPELESS:
+            if not kl <= HOPELESS:  # nor where it is no number
                 return

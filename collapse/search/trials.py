@@ -57,7 +57,8 @@ class Trials:
         found: list[Trial] = []
         for done, (units, normal) in enumerate(self._normals(), 1):
             costs = memory.kl(("alone", units), partial(self._tried, alone, units, normal))
-            found += in_between([Trial(units, kept, kl) for kept, kl in zip(sizes_of(units), costs, strict=True)])
+            tried = [Trial(units, kept, kl) for kept, kl in zip(sizes_of(units), costs, strict=True)]
+            found += in_between([one for one in tried if math.isfinite(one.kl)])
             progress(done, len(self.units))
         return tuple(found)
 
