@@ -174,7 +174,8 @@ def _losses(task: _Task) -> Iterator[SequenceLoss]:
 def _evidence(task: _Task, before: Sequence[SequenceLoss], after: Sequence[SequenceLoss], figures: Figures) -> Evidence:
     """Return what is known of the healed model as a whole: a certificate for budgets of losses, else measures."""
     settings = task.settings
-    how = f"distillation from the source on text that judges nothing, {figures['tokens']} tokens in {figures['steps']} steps"
+    how = "distillation from the source on text that judges nothing, "
+    how += f"{figures['tokens']} tokens in {figures['steps']} steps"
     how += " in bfloat16" if settings.bf16 else ""
     measured = {"held_out_kl_before": _kl(before), "held_out_kl": _kl(after)}
     settled: Figures = {"scope": settings.scope, "rate": settings.rate, "hidden": settings.hidden}

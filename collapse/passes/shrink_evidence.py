@@ -19,7 +19,7 @@ def measurement(losses: Iterable[SequenceLoss], point: Point, prices: Mapping[st
     return Evidence(
         grade="measured",
         claim=f"with {less:.1%} less parameters the mean KL divergence on held-out text is {kl:.4f} nats a token",
-        method="search by measured KL with refitting, on text that judges nothing; losses on held-out text, with no bound",
+        method="search by measured KL and refitting on text that judges nothing; losses on held-out text, no bound",
         figures=figures,
     )
 
