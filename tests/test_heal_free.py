@@ -24,6 +24,7 @@ from collapse.heal.settings import Settings
 from collapse.heal.texts import encoder_of, starts
 from collapse.heal.touched import touched, trainable
 from collapse.manifest import load_manifest
+from collapse.passes.shrink_task import HELD_OUT
 from collapse.pipeline import Result, prepare
 from collapse.plan import AddBias, Evidence, Narrow, Plan, Replace, StandIn
 from collapse.progress import Stopwatch
@@ -167,7 +168,7 @@ def losses_of(source: Path, output: Path | None, plan: Plan) -> Iterator[Sequenc
     """Yield what held-out sequences lose in a written model, from the files alone."""
     assert output is not None
     checkpoint = Checkpoint.open(source)
-    windows = starts(split(builtin_corpus(SCHEMA), 0).held_out, encoder_of(checkpoint, plan), 64, 128)
+    windows = starts(split(builtin_corpus(SCHEMA), 0).held_out, encoder_of(checkpoint, plan), 64, HELD_OUT)
     models = [AutoModelForCausalLM.from_pretrained(root, dtype=torch.float32).eval() for root in (source, output)]
     size = text_bytes(checkpoint)
     for ids in windows:
