@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -260,3 +261,36 @@ def test_the_type_gate_bites(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "no-untyped-def" in result.stdout
     assert "return-value" in result.stdout
+
+
+RECORD = re.compile(r"reports/(peers-smollm2[\w-]*\.json)")
+ROW = re.compile(r"^\| `([\w-]+)` \| ([\d.]+) \(([\d.]+)\) \| ([\d.]+) \(([\d.]+)\) \| ([\d.]+) \(([\d.]+)\) \|$")
+
+
+def kl_of(record: str) -> dict[tuple[str, float, str], float]:
+    cells = json.loads((ROOT / "reports" / record).read_text())["cells"]
+    return {(one["method"], one["share"], one["evaluated_on"]): one["scores"]["kl"] for one in cells}
+
+
+def test_the_tables_of_other_methods_say_what_the_records_say() -> None:
+    """Each table is of the record that was named last before it."""
+    record, rows = "", 0
+    for line in (ROOT / "docs" / "peers.md").read_text().splitlines():
+        if named := RECORD.search(line):
+            record = named.group(1)
+        if row := ROW.match(line):
+            method, figures, kl = row.group(1), row.groups()[1:], kl_of(record)
+            for place, share in enumerate((0.1, 0.2, 0.3)):
+                pair = (f"{kl[method, share, 'in-domain']:.3f}", f"{kl[method, share, 'other domain']:.2f}")
+                assert figures[2 * place : 2 * place + 2] == pair, (record, method, share)
+            rows += 1
+    assert rows == 10
+
+
+def test_the_readme_says_what_the_record_of_other_methods_says() -> None:
+    kl = kl_of("peers-smollm2.json")
+    ours = [f"{kl['collapse-free', share, 'in-domain']:.3f}" for share in (0.1, 0.2, 0.3)]
+    others = {key: value for key, value in kl.items() if key[0] != "collapse-free" and key[2] == "in-domain"}
+    best = [f"{min(value for key, value in others.items() if key[1] == share):.3f}" for share in (0.1, 0.2, 0.3)]
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"(KL {ours[0]}, {ours[1]} and {ours[2]} nats a token against {best[0]}, {best[1]} and {best[2]})" in text
