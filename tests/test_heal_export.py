@@ -99,13 +99,13 @@ def test_the_figures_are_those_of_the_written_model(source: Path, result: Result
     """Once more, from the files alone."""
     from collapse.corpus import builtin_corpus, split
     from collapse.heal.texts import starts
-    from collapse.passes.shrink_task import HELD_OUT
+    from collapse.passes.shrink_task import HELD_OUT, MEASURED_EVERY
     from collapse.schema import load_schema
 
     plan = result.plan
     kept = torch.tensor(list(next(one for one in plan.rewrites if one.kind == "narrow").kept))
     held_out = split(builtin_corpus(load_schema(LOG)), 0).held_out
-    ids = starts(held_out, encoder_of(Checkpoint.open(source), plan), 64, HELD_OUT)
+    ids = starts(held_out, encoder_of(Checkpoint.open(source), plan), 64, HELD_OUT)[::MEASURED_EVERY]
     models = [AutoModelForCausalLM.from_pretrained(one, dtype=torch.float32) for one in (source, result.output)]
     with torch.no_grad():
         p = models[0](kept[ids]).logits[:, :-1, kept].double().log_softmax(-1)

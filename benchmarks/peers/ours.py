@@ -63,7 +63,9 @@ def healed(calibration: Calibration, share: float) -> Removal:
 def _changed(model: PreTrainedModel, made: PreTrainedModel) -> frozenset[str]:
     """Return the names of the smaller model's parameters that it does not share with the source."""
     own = dict(model.named_parameters(remove_duplicate=False))
-    return frozenset(name for name, value in made.named_parameters(remove_duplicate=False) if own[name] is not value)
+    return frozenset(
+        name for name, value in made.named_parameters(remove_duplicate=False) if own.get(name) is not value
+    )
 
 
 def _blocks(calibration: Calibration) -> tuple[tuple[str, str], ...]:

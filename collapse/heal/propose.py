@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from collapse.analysis.layer_search import BATCH
 from collapse.analysis.layers import layer_lists
 from collapse.canonical import digest
 from collapse.certify.certificate import certify
@@ -24,13 +26,14 @@ from collapse.heal.touched import Names, blocks_by_number, costly_rewrites, touc
 from collapse.heal.train import MOST_CHECKED, Figures, Healed, heal
 from collapse.naming import naming_of
 from collapse.passes.base import Context
-from collapse.passes.shrink_task import HELD_OUT, WINDOW
+from collapse.passes.shrink_task import HELD_OUT, WINDOW, judging
 from collapse.plan import AddBias, Evidence, Plan, Replace, Rewrite, Skipped, StandIn
 from collapse.rewrite.free import added_tensors
 from collapse.rewrite.model import collapsed_model
 from collapse.rewrite.origin import origins
 from collapse.rewrite.tensors import token_narrow
 from collapse.rewrite.values import Values
+from collapse.search.surgery import copy_sharing
 from collapse.sequences import longest_allowed, text_bytes
 from collapse.verify.computed import exact_part
 
@@ -61,14 +64,14 @@ def heal_plan(context: Context, plan: Plan, values: Values | None, settings: Set
     task = _task(context, plan, values, settings)
     if not task.pair.touched:
         return _left(plan, "no tensor that the plan touched can have computed values")
-    before = list(_losses(task))
+    unhealed = copy_sharing(task.pair.student)
     healed = heal(task.pair, task.windows, task.protected, task.settings, task.progress)
     if not healed.weights:
         return _left(
             plan, "the divergence on text that was not trained on did not fall, so weights stay", healed.figures
         )
     data = _stored(task, healed)
-    evidence = _evidence(task, before, list(_losses(task)), healed.figures)
+    evidence = _evidence(task, *_losses(task, unhealed), healed.figures)
     return Healing(_with(plan, data, evidence), data)
 
 
@@ -103,7 +106,7 @@ def _task(context: Context, plan: Plan, values: Values | None, settings: Setting
     more = windows(context.related, encode, length, (count + MOST_CHECKED) // 2)
     own = windows(context.texts.calibration, encode, length, count + MOST_CHECKED - len(more))
     drawn = torch.cat([enough(own, "--heal"), more])
-    held_out = enough(starts(context.texts.held_out, encode, min(WINDOW, length), HELD_OUT), "--heal")
+    held_out = judging(context, enough(starts(context.texts.held_out, encode, min(WINDOW, length), HELD_OUT), "--heal"))
     protected = windows(context.protected, encode, length, settings.steps + MOST_CHECKED)
     if context.protected:
         enough(protected, "--protect")
@@ -160,15 +163,24 @@ def _stored(task: _Task, healed: Healed) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _losses(task: _Task) -> Iterator[SequenceLoss]:
-    """Yield what the student loses on every held-out window, beside what the exact rewrites leave of the source."""
+def _losses(task: _Task, unhealed: PreTrainedModel) -> tuple[list[SequenceLoss], list[SequenceLoss]]:
+    """Return what the unhealed model and the student lose on every held-out window.
+
+    Both beside what the exact rewrites leave of the source, which is run once for the two.
+    """
     narrow = token_narrow(task.plan)
     kept, size = list(narrow.kept) if narrow else None, text_bytes(task.context.checkpoint)
-    for ids in task.held_out:
-        batch = ids[None].to(task.pair.student.device)
-        source, student = (run(model, batch).logits[0, :-1] for model in (task.pair.source, task.pair.student))
-        told = [kept[token] for token in ids[1:].tolist()] if kept else ids[1:].tolist()
-        yield sequence_loss(source, student, batch[0, 1:], text_bytes=size(told))
+    device = task.pair.student.device
+    models = (task.pair.source, unhealed.to(device), task.pair.student)
+    found: tuple[list[SequenceLoss], list[SequenceLoss]] = ([], [])
+    for done, batch in enumerate(torch.split(task.held_out, BATCH), 1):
+        source, *others = (run(model, batch.to(device)).logits[:, :-1] for model in models)
+        for row, ids in enumerate(batch):
+            told = [kept[token] for token in ids[1:].tolist()] if kept else ids[1:].tolist()
+            for logits, losses in zip(others, found, strict=True):
+                losses.append(sequence_loss(source[row], logits[row], ids[1:].to(device), text_bytes=size(told)))
+        task.context.progress("judging on held-out text", done, -(-len(task.held_out) // BATCH))
+    return found
 
 
 def _evidence(task: _Task, before: Sequence[SequenceLoss], after: Sequence[SequenceLoss], figures: Figures) -> Evidence:

@@ -39,6 +39,7 @@ from collapse.sequences import Ids, apart, context_length, cut, encoder, text_by
 FIT_WINDOW, FITTING = 256, 128  # tokens of a sequence to fit to; sequences
 WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones, make a bound tight
 CHOOSING, HELD_OUT = 32, 512  # sequences; a rate of a hundredth is not certified with fewer
+MEASURED_EVERY = 4  # a mean without a bound is taken over one held-out sequence in so many
 STRETCH, EVERY = 8, 4  # of calibration blocks, every fourth stretch of eight chooses, the others fit
 FIT_EVERY, TRY_EVERY = 4, 8  # of the sequences one in so many, where single blocks are fitted and tried
 SIZE_OF = {"params": "params", "flops": "prefill_flops", "decode": "weight_bytes_per_decode_token"}
@@ -72,6 +73,11 @@ def texts_of(context: Context) -> Texts | None:
         _windows(context, context.texts.held_out, HELD_OUT, WINDOW, apart),  # or a bound would count text twice
     )
     return found if all(len(one) for one in (found.fitting, found.choosing, found.held_out)) else None
+
+
+def judging(context: Context, held_out: Tensor) -> Tensor:
+    """Return the held-out sequences that judge: all where losses are to be certified, fewer where they are measured."""
+    return held_out if any(one.kind == "loss" for one in context.budgets) else held_out[::MEASURED_EVERY]
 
 
 def _windows(context: Context, blocks: Sequence[str], count: int, length: int, cutting: Cutting = cut) -> Tensor:
@@ -117,7 +123,7 @@ class Task:
             order = _order(context, runs, layers, texts, memory) if "layers" in moves else Order(())
             walk = Walk(sweep, choosing, prices, units, order, context.progress, memory)
         left = (*left_alone, *places.skipped)
-        return cls(context, origin, walk, Judge.of(runs, texts.held_out), left, before, memory)
+        return cls(context, origin, walk, Judge.of(runs, judging(context, texts.held_out)), left, before, memory)
 
     @property
     def design(self) -> Design:
@@ -151,7 +157,7 @@ class Task:
 
     def losses(self, point: Point) -> list[SequenceLoss]:
         """Return what every held-out sequence loses at a point."""
-        return self.memory.losses(point.shape, lambda: self._judged(point))
+        return self.memory.losses((point.shape, len(self.judge.windows)), lambda: self._judged(point))
 
     def _judged(self, point: Point) -> Iterator[SequenceLoss]:
         size = text_bytes(self.context.checkpoint)
