@@ -15,6 +15,9 @@ from collapse.checkpoint import Checkpoint
 from collapse.plan import Axis, DropLayers, Evidence, IndexSet, Narrow, Skipped
 from collapse.program import Program
 
+ASKED = "per_tok|top_?k"  # in the names of config fields: how many experts a token is sent to
+GROUPS = "n_group|num_expert_groups?|moe_n_groups?"  # in how many runs of experts a router divides them
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -29,6 +32,11 @@ class Experts:
     prefix: str | None
     stacked: tuple[str, ...]
     router: tuple[Axis, ...]
+
+    def tensors(self, program: Program) -> tuple[str, ...]:
+        """Return the model's tensors that have a row for each expert."""
+        router = (str(program.model_name(axis.tensor)) for axis in self.router)
+        return tuple(dict.fromkeys((*self.stacked, *router)))
 
     def rewrites(
         self, kept: IndexSet, checkpoint: Checkpoint, evidence: Evidence, name: str
@@ -95,8 +103,7 @@ def drop_experts(
     shapes = _shapes(program, chosen)
     part, where = text_part(config)
     experts, rows = chosen[0]
-    asked = [v for f, v in part.to_dict().items() if re.search("per_tok|top_?k", f) and type(v) is int]
-    if any(len(numbers) < max(asked, default=1) for _, numbers in chosen):
+    if any(len(numbers) < needed(config) for _, numbers in chosen):
         reason = f"{len(rows)} experts are left, fewer than a token is sent to"
         return Skipped(pass_name=name, site=experts.site, reason=reason)
     for changed in config_changes(part, {experts.size: len(rows)}, frozenset()):
@@ -107,9 +114,21 @@ def drop_experts(
     return Skipped(pass_name=name, site=experts.site, reason=reason)
 
 
+def needed(config: PreTrainedConfig) -> int:
+    """Return how many experts a token is sent to, at least one."""
+    fields = text_part(config)[0].to_dict().items()
+    return max((value for name, value in fields if re.search(ASKED, name) and type(value) is int), default=1)
+
+
+def grouped(config: PreTrainedConfig) -> bool:
+    """Whether the router chooses among groups of experts, by number, before it chooses experts."""
+    fields = text_part(config)[0].to_dict().items()
+    return any(type(value) is int and value > 1 for name, value in fields if re.fullmatch(GROUPS, name))
+
+
 def _shapes(program: Program, chosen: Iterable[tuple[Experts, IndexSet]]) -> dict[str, tuple[int, ...]]:
     shapes = dict(program.shapes)
     for experts, rows in chosen:
-        for name in {*experts.stacked, *(str(program.model_name(axis.tensor)) for axis in experts.router)}:
+        for name in experts.tensors(program):
             shapes[name] = (len(rows), *shapes[name][1:])
     return shapes

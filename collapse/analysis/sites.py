@@ -189,8 +189,7 @@ class _Ledger:
 
     def of_expert(self, experts: Experts) -> Sizes:
         """A token takes as many experts as before, so that a step computes and reads as much."""
-        router = {str(self.program.model_name(axis.tensor)) for axis in experts.router}
-        names = {self.name(name) for name in (*experts.stacked, *router)}
+        names = {self.name(name) for name in experts.tensors(self.program)}
         return Sizes(parameters=sum(self.counts.get(name, 0) // experts.size for name in names))
 
 

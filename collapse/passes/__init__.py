@@ -25,6 +25,7 @@ PASSES: tuple[Pass, ...] = (
     Shrink("layers"),
     Shrink("kv-groups"),
     Shrink("neurons"),
+    Shrink("experts"),
     Shrink("sublayers"),
     Shrink("stand-in"),
     LastToken(),

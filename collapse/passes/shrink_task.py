@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -14,12 +15,12 @@ from collapse.analysis.flops import Cost, cost
 from collapse.analysis.layer_search import LayerSearch, Step
 from collapse.analysis.layers import Layers
 from collapse.analysis.traffic import element_bytes
-from collapse.analysis.units import Kind
 from collapse.canonical import digest
 from collapse.certify.losses import SequenceLoss
 from collapse.certify.metrics import Design
 from collapse.dtypes import FLOATS
 from collapse.passes.base import Context, Proposal
+from collapse.passes.shrink_experts import mixtures_of
 from collapse.passes.shrink_places import mappable, tried_kinds
 from collapse.plan import Evidence, Plan, Rewrite, Skipped
 from collapse.rewrite.graph import rewrite_program
@@ -27,9 +28,10 @@ from collapse.search.free_walk import FreeWalk
 from collapse.search.map_trials import MapTrials
 from collapse.search.measure import Judge
 from collapse.search.memory import Memory, remembering, surroundings
+from collapse.search.mixtures import Mixtures
 from collapse.search.places import Place
 from collapse.search.rewrites import Origin
-from collapse.search.shapes import KINDS, Prices, Shape
+from collapse.search.shapes import KINDS, Lost, Prices, Shape
 from collapse.search.sweep import Sweep
 from collapse.search.trials import Trials
 from collapse.search.units import Units, units_of
@@ -107,8 +109,9 @@ class Task:
         model = context.loaded[0]
         runs = BlockRuns(model, layers.site)
         before = _cost(context, ())
-        prices = _prices(before, context, layers, units, places.found)
-        origin = Origin(context.checkpoint, context.config, context.program, layers, units)
+        mixtures, whole = mixtures_of(context, layers, moves, texts.fitting[::FIT_EVERY], memory)
+        prices = _prices(before, context, layers, units, places.found, mixtures)
+        origin = Origin(context.checkpoint, context.config, context.program, layers, units, mixtures)
         dtypes = {one.reader: origin.dtype_of_reader(one) for one in units}
         dtypes |= {place.site: origin.dtype_of_site(place.site) for place in places.found}
         sweep = Sweep(model, layers, units, texts.fitting, places=places.found, dtypes=dtypes)
@@ -121,8 +124,8 @@ class Task:
             walk = FreeWalk(sweep, choosing, prices, units, trials, maps, places.attentions, context.progress, memory)
         else:
             order = _order(context, runs, layers, texts, memory) if "layers" in moves else Order(())
-            walk = Walk(sweep, choosing, prices, units, order, context.progress, memory)
-        left = (*left_alone, *places.skipped)
+            walk = Walk(sweep, choosing, prices, units, order, context.progress, memory, mixtures)
+        left = (*left_alone, *places.skipped, *whole)
         return cls(context, origin, walk, Judge.of(runs, judging(context, texts.held_out)), left, before, memory)
 
     @property
@@ -256,25 +259,42 @@ def opened_memory(context: Context, texts: Texts, moves: Sequence[str]) -> Abstr
 
 
 def _prices(
-    before: Cost, context: Context, layers: Layers, units: Sequence[Units], places: Sequence[Place]
+    before: Cost,
+    context: Context,
+    layers: Layers,
+    units: Sequence[Units],
+    places: Sequence[Place],
+    mixtures: Mixtures | None,
 ) -> dict[str, Prices]:
-    """Return the prices of a block, of a unit and of a sublayer in each size; those of a unit count products alone."""
+    """Return the prices of a block, of a unit and of a sublayer in each size; those of a unit count products alone.
+
+    An expert is worth parameters alone: a token is sent to as many as before.
+    """
     block = before.modules[f"{layers.site}.0"]
     prompt = context.schema.workload.prompt
     element = block.weight_bytes_per_decode_token / max(1, block.params)
     per_parameter = {"params": 1.0, "flops": 2.0 * prompt, "decode": element}
-    held: dict[Kind, int] = {one.kind: one.parameters for one in units}
+    held: dict[Lost, float] = {one.kind: one.parameters for one in units}
+    experts: dict[Lost, float] = {} if mixtures is None else {"experts": _parameters(context, mixtures) / layers.size}
     return {
         metric: Prices(
             total=getattr(before, field),
             blocks=layers.size,
             block=getattr(block, field),
-            unit={kind: count * per_parameter[metric] for kind, count in held.items()},
+            unit={kind: count * per_parameter[metric] for kind, count in held.items()}
+            | {kind: count if metric == "params" else 0.0 for kind, count in experts.items()},
             place={place.site: getattr(before.modules[place.site], field) for place in places},
             parameter=per_parameter[metric],
         )
         for metric, field in SIZE_OF.items()
     }
+
+
+def _parameters(context: Context, mixtures: Mixtures) -> float:
+    """Return what one expert of every mixture holds together, with its rows of the routers."""
+    shapes = context.program.shapes
+    names = [name for one in mixtures.found.values() for name in one.tensors(context.program)]
+    return sum(prod(shapes[name][1:]) for name in names)
 
 
 def _cost(context: Context, rewrites: Sequence[Rewrite]) -> Cost:

@@ -14,7 +14,7 @@ from collapse.search.shapes import Prices, Shape, Uneven
 from collapse.search.sweep import Sweep, Swept
 from collapse.search.trials import Trial, Trials
 from collapse.search.units import Units
-from collapse.search.walk import Point
+from collapse.search.walk import Point, lost_of
 
 FURTHER = 8  # times that more is asked of one size, until the other sizes are met
 
@@ -68,7 +68,7 @@ class FreeWalk:
         def fit() -> Swept:
             return self.sweep.run(shape.kept, (), lambda done, of: self.progress(what, done, of), shape.maps)
 
-        return Point.measured(shape, self.units, 1, fit, self.judge, self.memory)
+        return Point.measured(shape, lost_of(shape, self.units), 1, fit, self.judge, self.memory)
 
     def _shape(self, level: Mapping[str, float]) -> Uneven | None:
         """Return the shape for the size that costs most to meet, if it meets the others too, more of it going if not.

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from collapse.analysis.channels import narrow_channels, narrow_sites
+from collapse.analysis.experts import drop_experts
 from collapse.analysis.layers import Layers, drop_layers
 from collapse.analysis.sublayers import owned, stand_in
 from collapse.checkpoint import Checkpoint
@@ -18,6 +19,7 @@ from collapse.fingerprint import data_digest
 from collapse.plan import Evidence, Replace, Rewrite, Skipped, StandIn
 from collapse.program import Program
 from collapse.search.maps import MapKind
+from collapse.search.mixtures import Mixtures
 from collapse.search.places import Place
 from collapse.search.shapes import KINDS, Shape, Uneven
 from collapse.search.sweep import Swept
@@ -28,13 +30,14 @@ READ_NOTHING = frozenset({"zero", "constant"})  # maps that do not depend on wha
 
 @dataclass(frozen=True)
 class Origin:
-    """The source as passes know it, with its blocks and the units that may be narrowed."""
+    """The source as passes know it, with its blocks, the units that may be narrowed and the experts that may go."""
 
     checkpoint: Checkpoint
     config: PreTrainedConfig
     program: Program
     layers: Layers
     units: tuple[Units, ...]
+    mixtures: Mixtures | None = None
 
     def structure(
         self, shape: Shape, kept: Mapping[Units, Sequence[int]], evidence: Evidence
@@ -61,6 +64,12 @@ class Origin:
                 if isinstance(narrows, Skipped):
                     return narrows
                 found += narrows
+        if self.mixtures is not None and (lost := shape.lost.get("experts", 0)):
+            held = self.mixtures.kept(lost)
+            fewer = drop_experts(held, self.program, self.checkpoint, self.config, evidence, "experts")
+            if isinstance(fewer, Skipped):
+                return fewer
+            found += fewer
         return tuple(found)
 
     def _uneven(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from collapse.analysis.units import Kind
 from collapse.search.maps import MapKind
@@ -12,16 +13,17 @@ from collapse.search.places import Place
 from collapse.search.units import Units
 
 KINDS: tuple[Kind, ...] = ("kv-groups", "neurons")
+Lost = Literal["neurons", "kv-groups", "experts"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """`gone` blocks are dropped; of each kind in `lost` every other block loses so many units."""
+    """`gone` blocks are dropped; of each kind in `lost` every other block that has some loses so many units."""
 
     gone: tuple[int, ...] = ()
-    lost: Mapping[Kind, int] = field(default_factory=dict)
+    lost: Mapping[Lost, int] = field(default_factory=dict)
 
-    def with_lost(self, kind: Kind, count: int) -> Shape:
+    def with_lost(self, kind: Lost, count: int) -> Shape:
         """Return the shape with another number of lost units of one kind."""
         return Shape(self.gone, {**self.lost, kind: count})
 
@@ -54,14 +56,15 @@ class Uneven(Shape):
 class Prices:
     """What one size of a model (parameters, FLOPs or bytes) is made of.
 
-    `total` is the source's, `block` that of one block; `unit` that of one unit of each kind in one block; `place` that
+    `total` is the source's, `block` that of one block; `unit` that of one unit of each kind in one block, of experts on
+    average over all blocks; `place` that
     of each sublayer, by its path, and `parameter` that of a parameter of a map.
     """
 
     total: float
     blocks: int
     block: float
-    unit: Mapping[Kind, float]
+    unit: Mapping[Lost, float]
     place: Mapping[str, float] = field(default_factory=dict)
     parameter: float = 1.0
 
@@ -79,7 +82,7 @@ class Prices:
         each = self.block - sum(self.unit[kind] * count for kind, count in shape.lost.items())
         return (self.total - self.blocks * self.block + left * each) / self.total
 
-    def least_lost(self, shape: Shape, kind: Kind, share: float) -> int:
+    def least_lost(self, shape: Shape, kind: Lost, share: float) -> int:
         """Return how many units of a kind every block must lose for at most `share` of the size to be left."""
         over = (self.share(shape.with_lost(kind, 0)) - share) * self.total
         left = self.blocks - len(shape.gone)

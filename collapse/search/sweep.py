@@ -88,12 +88,14 @@ class Sweep:
         gone: Collection[int],
         progress: Progress,
         maps: Mapping[Place, MapKind] = MappingProxyType({}),
+        start: PreTrainedModel | None = None,
     ) -> Swept:
         """Return the model without the blocks `gone` that keeps as many units as `sizes` says, where it names them.
 
-        The readers of all units are fitted anew, also where no unit goes, but for those in the places of `maps`.
+        The readers of all units are fitted anew, also where no unit goes, but for those in the places of `maps`. With
+        `start` that is what is made smaller: the source with something else gone already, such as experts.
         """
-        smaller = copy_sharing(self._model)
+        smaller = copy_sharing(self._model if start is None else start)
         own = list(smaller.get_submodule(self._layers.site).children())
         starts, calls = zip(*(block_calls(self._model, self._blocks, ids) for ids in self._batches), strict=True)
         state = _State(smaller, list(starts), list(starts), self._ridge, self._dtypes)

@@ -1,7 +1,8 @@
 """The walk to ever smaller native shapes: at each size the best of a few neighbours, all refitted and measured.
 
-Shapes of one size are compared at that size: with the blocks and KV groups of the size before, with one more block
-gone, and with one more KV group gone from every block; neurons make up the rest. What was fitted is measured on other
+Shapes of one size are compared at that size: with the blocks, KV groups and experts of the size before, with one more
+block gone, with one more KV group gone from every block, and with fewer experts in every mixture; neurons make up the
+rest. What was fitted is measured on other
 text, since a fit says little about its own.
 """
 
@@ -14,6 +15,7 @@ from functools import cached_property
 from collapse.search.maps import MapKind
 from collapse.search.measure import Judge
 from collapse.search.memory import Memory
+from collapse.search.mixtures import Mixtures
 from collapse.search.places import Place
 from collapse.search.shapes import Prices, Shape, Uneven
 from collapse.search.sweep import Sweep, Swept
@@ -47,10 +49,10 @@ class Point:
 
     @classmethod
     def measured(
-        cls, shape: Shape, units: Sequence[Units], tried: int, fit: Callable[[], Swept], judge: Judge, memory: Memory
+        cls, shape: Shape, lost: Mapping[str, int], tried: int, fit: Callable[[], Swept], judge: Judge, memory: Memory
     ) -> Point:
         """Return the point of a shape; where its divergence is known, no model is fitted."""
-        point = cls(shape, fit, 0.0, tried, lost_of(shape, units))
+        point = cls(shape, fit, 0.0, tried, lost)
         (kl,) = memory.kl(shape, lambda: [judge.kl(point.swept.model)])
         found = replace(point, kl=kl)
         if "swept" in vars(point):
@@ -58,12 +60,14 @@ class Point:
         return found
 
 
-def lost_of(shape: Shape, units: Sequence[Units]) -> dict[str, int]:
-    """Return how many units of each kind a shape is without, in the order in which blocks run them."""
+def lost_of(shape: Shape, units: Sequence[Units], mixtures: Mixtures | None = None) -> dict[str, int]:
+    """Return how many units of each kind a shape is without, in the order in which blocks run them, experts last."""
     sizes, found = shape.sizes(units), dict[str, int]()
     for one in units:
         if sizes.get(one, one.size) < one.size:
             found[one.kind] = found.get(one.kind, 0) + one.size - sizes[one]
+    if mixtures is not None and (lost := shape.lost.get("experts", 0)):
+        found["experts"] = mixtures.count(lost, shape.gone)
     return found
 
 
@@ -82,7 +86,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Walk:
-    """What a walk needs: `order` has the blocks as they may go, `units` what may be narrowed."""
+    """What a walk needs: `units` may be narrowed, blocks go in this `order`, experts are those of the `mixtures`."""
 
     sweep: Sweep
     judge: Judge
@@ -91,11 +95,12 @@ class Walk:
     order: Order
     progress: Progress
     memory: Memory
+    mixtures: Mixtures | None = None
 
     @property
     def in_steps(self) -> bool:
         """Whether a shape depends on the one before: not where neurons alone may go."""
-        return self.order.after(0) is not None or self._size("kv-groups") > 1
+        return self.mixtures is not None or self.order.after(0) is not None or self._size("kv-groups") > 1
 
     def points(self, levels: Iterable[Mapping[str, float]], allowed: Callable[[Shape], bool]) -> Iterator[Point]:
         """Yield the best shape for each level, ever smaller; ends where none is found.
@@ -122,6 +127,10 @@ class Walk:
 
     def _starts(self, before: Shape) -> Iterator[Shape]:
         yield before
+        if self.mixtures is not None:
+            experts = before.lost.get("experts", 0) + self.mixtures.step
+            if experts <= self.mixtures.most:
+                yield before.with_lost("experts", experts)
         block = self.order.after(len(before.gone))
         if block is not None:
             yield before.without(block)
@@ -130,7 +139,10 @@ class Walk:
             yield before.with_lost("kv-groups", groups)
 
     def _filled(self, shape: Shape, level: Mapping[str, float]) -> Shape | None:
-        """Return the shape with just enough neurons gone; without neurons, with as many blocks or groups as needed."""
+        """Return the shape with just enough neurons gone; without neurons, with what else may go.
+
+        That is experts as long as there are some, then blocks, then groups.
+        """
         neurons = self._size("neurons")
         if neurons:
             needed = [self.prices[metric].least_lost(shape, "neurons", share) for metric, share in level.items()]
@@ -151,6 +163,9 @@ class Walk:
 
         def fit() -> Swept:
             sizes = shape.sizes(self.units)
-            return self.sweep.run(sizes, shape.gone, lambda done, of: self.progress(what, done, of))
+            fewer = shape.lost.get("experts", 0)
+            start = self.mixtures.without(fewer) if self.mixtures is not None and fewer else None
+            return self.sweep.run(sizes, shape.gone, lambda done, of: self.progress(what, done, of), start=start)
 
-        return Point.measured(shape, self.units, tried, fit, self.judge, self.memory)
+        lost = lost_of(shape, self.units, self.mixtures)
+        return Point.measured(shape, lost, tried, fit, self.judge, self.memory)
