@@ -25,7 +25,7 @@ from benchmarks.plot import Axis, svg
 from benchmarks.results import ROOT
 from collapse.budget import Budget, format_budgets, parse_budgets
 from collapse.canonical import digest, dumps
-from collapse.certify.certificate import Certificate, certify, learn_then_test
+from collapse.certify.certificate import Bound, Certificate, certify, learn_then_test
 from collapse.certify.losses import SequenceLoss
 from collapse.certify.metrics import Design
 from collapse.errors import CollapseError
@@ -114,7 +114,10 @@ def points_of(
 
 
 def plots(headline: Headline) -> dict[str, str]:
-    """Return the curves as SVG by name: regret with its bound, and KL."""
+    """Return the curves as SVG by name: regret with its bound, and KL.
+
+    A bound on capped losses, of which some were beyond the cap, is none on the loss, and is left out.
+    """
     regret: dict[str, list[tuple[float, float]]] = {"measured": [(headline.source.total_bytes, 0.0)]}
     kl: dict[str, list[tuple[float, float]]] = {"measured": []}
     for point in headline.points:
@@ -122,7 +125,7 @@ def plots(headline: Headline) -> dict[str, str]:
         regret["measured"].append((size, point.losses.regret))
         kl["measured"].append((size, point.losses.kl))
         for bound in point.bounds.bounds:
-            if bound.metric in {"regret", "kl"} and bound.upper is not None:
+            if bound.metric in {"regret", "kl"} and bound.upper is not None and not bound.clipped:
                 lines = regret if bound.metric == "regret" else kl
                 lines.setdefault(f"at most ({1 - headline.delta:.0%})", []).append((size, bound.upper))
     title = f"{headline.source.name} on held-out log systems"
@@ -132,7 +135,7 @@ def plots(headline: Headline) -> dict[str, str]:
 def show(point: Point) -> str:
     """Return one line about a model."""
     sizes, losses = point.sizes, point.losses
-    bounds = ", ".join(f"{one.metric} <= {_percent(one.upper)}" for one in point.bounds.bounds)
+    bounds = ", ".join(map(_said, point.bounds.bounds))
     words = {True: "certified", False: "not certified", None: "not tested"}
     return (
         f"{sizes.name:<20}{sizes.total_bytes / 1e6:9.1f}MB  regret {losses.regret:+.2%}  KL {losses.kl:.4f}  flips "
@@ -140,8 +143,10 @@ def show(point: Point) -> str:
     )
 
 
-def _percent(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.2%}"
+def _said(bound: Bound) -> str:
+    if bound.clipped:
+        return f"{bound.metric} has no bound: {bound.clipped} texts lost more than the cap"
+    return f"{bound.metric} <= {'unknown' if bound.upper is None else f'{bound.upper:.2%}'}"
 
 
 def compare(models: Sequence[Finished], texts: Sequence[str]) -> list[list[SequenceLoss]]:

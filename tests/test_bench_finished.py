@@ -210,6 +210,16 @@ def test_a_model_behind_one_that_fails_is_not_tested() -> None:
     assert points[0].sizes.weight_bytes_per_decode_token == 100
 
 
+def test_a_bound_on_capped_losses_is_not_shown_as_one_on_the_loss() -> None:
+    """Where a text lost more than the cap, the bound may lie below what was measured."""
+    far = [loss(nll=108.0, kl=0.1)] * 200  # 10 nats a token more than the source
+    (beyond,) = points_of([stub("far", 400)], [far], parse_budgets("regret<=1%"), Design(split="s", length=10))
+    (within,) = points_of([stub("near", 400)], [[loss()] * 200], parse_budgets("kl<=1"), Design(split="s", length=10))
+    assert beyond.bounds.bounds[0].upper < beyond.losses.regret and beyond.certified is False
+    assert "regret has no bound: 200 texts lost more than the cap" in headline.show(beyond)
+    assert f"kl <= {within.bounds.bounds[0].upper:.2%}" in headline.show(within)
+
+
 def log_text(seed: int, lines: int = 60) -> str:
     random = Random(seed)
     return "".join(" ".join(random.sample(CORPUS[0].split(), 6)) + f" {random.randrange(99)}\n" for _ in range(lines))
