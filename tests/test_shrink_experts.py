@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from collapse import Options, export
 from collapse.budget import parse_budgets
+from collapse.errors import UnsupportedError
 from collapse.manifest import load_manifest
 from collapse.pipeline import make_plan
 from collapse.plan import DropLayers, Narrow, Plan, Replace
@@ -121,6 +122,16 @@ def test_experts_stay_where_the_router_chooses_groups_first(tmp_path: Path) -> N
     plan = plan_of(source, "params=-5%", "experts")
     assert plan.rewrites == ()
     assert any("chooses groups first" in one.reason for one in plan.skipped)
+
+
+def test_experts_that_cannot_be_ranked_stay_with_the_reason(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(*_: object) -> None:
+        raise UnsupportedError("its experts are called in another way", where="mlp.experts")
+
+    monkeypatch.setattr("collapse.passes.shrink_experts.first_order.sweep", unknown)
+    plan = plan_of(mixtral, "params=-5%", "experts")
+    assert plan.rewrites == ()
+    assert any("called in another way" in one.reason for one in plan.skipped)
 
 
 def test_experts_stay_in_the_free_layout(mixtral: Path) -> None:

@@ -41,14 +41,19 @@ def mixtures_of(
         return None, skipped
     reason = _unfit(context, found)
     if reason is None:
-        size = next(iter(found.values())).size
-        mixtures = Mixtures(
-            found, _orders(context, found, windows, memory), size - needed(context.config), partial(_made, context)
-        )
-        reason = _impossible(mixtures)
-    if reason is not None:
-        return None, (*skipped, Skipped(pass_name=MOVE, site=layers.site, reason=reason))
-    return mixtures, skipped
+        try:
+            return _ranked(context, found, windows, memory), skipped
+        except CollapseError as error:  # a router or a module that is not understood
+            reason = str(error)
+    return None, (*skipped, Skipped(pass_name=MOVE, site=layers.site, reason=reason))
+
+
+def _ranked(context: Context, found: dict[int, Experts], windows: Tensor, memory: Memory) -> Mixtures:
+    """Raise `CollapseError` where experts cannot be ranked, or a model without some cannot be made."""
+    most = next(iter(found.values())).size - needed(context.config)
+    mixtures = Mixtures(found, _orders(context, found, windows, memory), most, partial(_made, context))
+    mixtures.without(mixtures.step)
+    return mixtures
 
 
 def _found(context: Context, layers: Layers) -> tuple[dict[int, Experts], tuple[Skipped, ...]]:
@@ -114,12 +119,3 @@ def _plan(context: Context, rewrites: Sequence[Rewrite]) -> Plan:
         source="", model_type=context.checkpoint.model_type, input_schema={}, schema_digest="", layout="native",
         rewrites=tuple(rewrites),
     )  # fmt: skip
-
-
-def _impossible(mixtures: Mixtures) -> str | None:
-    """Return why a model without one expert of each layer cannot be made."""
-    try:
-        mixtures.without(mixtures.step)
-    except CollapseError as error:
-        return str(error)
-    return None
