@@ -125,9 +125,9 @@ def plots(headline: Headline) -> dict[str, str]:
         regret["measured"].append((size, point.losses.regret))
         kl["measured"].append((size, point.losses.kl))
         for bound in point.bounds.bounds:
-            if bound.metric in {"regret", "kl"} and bound.upper is not None and not bound.clipped:
+            if bound.metric in {"regret", "kl"} and bound.at_most is not None:
                 lines = regret if bound.metric == "regret" else kl
-                lines.setdefault(f"at most ({1 - headline.delta:.0%})", []).append((size, bound.upper))
+                lines.setdefault(f"at most ({1 - headline.delta:.0%})", []).append((size, bound.at_most))
     title = f"{headline.source.name} on held-out log systems"
     return {"regret": svg(title, regret, MEGABYTES, PERCENT), "kl": svg(title, kl, MEGABYTES, NATS)}
 

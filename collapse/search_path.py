@@ -35,7 +35,7 @@ class Losses(Record):
 
 
 class HeldBound(Record):
-    """An upper confidence bound beside what the budget allows; None where the text says nothing."""
+    """An upper confidence bound beside what the budget allows; None where text says nothing, or lost beyond the cap."""
 
     metric: str
     limit: float

@@ -115,6 +115,7 @@ def test_the_limit_itself_is_met_and_anything_less_is_not():
 def test_one_sequence_beyond_the_cap_certifies_nothing(worst: dict[str, float], budget: str):
     (bound,) = bounds(even() + even(1, **worst), budget).bounds
     assert bound.clipped == 1 and not bound.met
+    assert bound.upper is not None and bound.at_most is None  # it bounds what was counted, not what was lost
     assert bound.upper is not None and bound.upper < bound.limit, "else the case shows nothing"
     assert bounds(even(201), budget).met
 

@@ -13,6 +13,7 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -300,3 +301,52 @@ def test_the_readme_says_what_the_records_of_other_methods_say(record: str, said
     others = {key: value for key, value in kl.items() if not key[0].startswith("collapse")}
     best = [f"{min(value for key, value in others.items() if key[1] == share):.3f}" for share in (0.1, 0.2, 0.3)]
     assert said.format(*ours, *best) in " ".join((ROOT / "README.md").read_text().split())
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip().replace("−", "-") for cell in line.strip("|").split("|")]
+
+
+def record_of(name: str) -> Any:
+    return json.loads((ROOT / "reports" / name).read_text())
+
+
+def test_the_tables_of_finished_models_say_what_the_records_say() -> None:
+    """The headline's, that of JSON and that of decode speed, in docs/benchmarks.md."""
+    lines = (ROOT / "docs" / "benchmarks.md").read_text().splitlines()
+    rows = [cells_of(line) for line in lines]
+    headline, told, decode = (record_of(f"{name}-smollm2.json") for name in ("headline", "json", "decode"))
+    whole = headline["source"]["parameters"]
+    for point in headline["points"]:
+        sizes, losses = point["sizes"], point["losses"]
+        said = [f"{sizes['parameters'] / whole:.1%}", f"{losses['kl']:.3f}"]
+        said += [f"{losses['regret']:.1%}", f"{losses['confident_flips']:.1%}"]
+        assert [one.replace("%", " %") for one in said] in [row[1:] for row in rows]
+    for entry in told["entries"]:
+        shares = [
+            f"{entry['shares'][name]:.1%}".replace("100.0%", "100%") for name in ("grammar", "matched", "balanced")
+        ]
+        lost, judged = entry["losses"], entry["judgement"]
+        said = [f"{lost['kl']:.3f}", f"{lost['regret']:.1%}"] if lost else ["", ""]
+        said = [one.replace("%", " %") for one in (*said, *shares)]
+        assert [*said, judged["verdict"] if judged else ""] in [row[2:] for row in rows]
+    timings = [one for one in decode["timings"] if one["name"] != "source"]
+    for name in ("free-10", "free-18"):
+        eager, compiled = (one["ratio"] for one in timings if one["name"] == name)
+        predicted = next(one["predicted_ratio"] for one in timings if one["name"] == name)
+        said = [f"{one['median']:.2f} ({one['low']:.2f} to {one['high']:.2f})" for one in (eager, compiled)]
+        assert [*said, f"{predicted:.2f}"] in [row[2:] for row in rows]
+    gemma, text = record_of("headline-gemma3.json"), " ".join(lines)
+    for said, metric in (("parameters", None), ("regret", "regret"), ("flips", "confident_flips")):
+        values = [
+            one["losses"][metric] if metric else one["sizes"]["parameters"] / gemma["source"]["parameters"]
+            for one in gemma["points"]
+        ]
+        first, second = (f"{100 * value:.1f}" for value in values)
+        assert (
+            f"{first} and {second} %" in text
+            or f"{first} % of the {said} with the vocabulary alone, {second} %" in text
+        )
+    scaling = record_of("scaling.json")["points"]
+    seconds = [f"{one['cpu_seconds']:.0f}" for one in scaling if one["tokens"] == 32768]
+    assert f"{seconds[0]}, {seconds[1]} and {seconds[2]} with 4, 8 and 16 layers" in text

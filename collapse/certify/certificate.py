@@ -30,7 +30,12 @@ class Bound(Record):
     @property
     def met(self) -> bool:
         """Whether the bound is within the limit and no sequence was counted as less than it lost."""
-        return self.upper is not None and self.upper <= self.limit and not self.clipped
+        return self.at_most is not None and self.at_most <= self.limit
+
+    @property
+    def at_most(self) -> float | None:
+        """The bound on the loss itself; None where a sequence lost more than was counted of it, or nothing is known."""
+        return None if self.clipped else self.upper
 
     def __str__(self) -> str:
         return str(Budget(self.metric, self.limit, "loss"))
@@ -181,7 +186,7 @@ def _figures(certificate: Certificate) -> Figures:
     }
     for bound in certificate.bounds:
         name = bound.metric.replace("-", "_")
-        values = {"estimate": bound.estimate, "at_most": bound.upper, "limit": bound.limit, "cap": bound.cap}
+        values = {"estimate": bound.estimate, "at_most": bound.at_most, "limit": bound.limit, "cap": bound.cap}
         figures |= {f"{name}_{key}": value for key, value in values.items() if value is not None}
         figures[f"{name}_clipped"] = bound.clipped
     return figures

@@ -100,4 +100,4 @@ def _by_block(point: Point) -> dict[str, dict[int, int]]:
 
 
 def _bound(bound: Bound) -> HeldBound:
-    return HeldBound(metric=bound.metric, limit=bound.limit, at_most=bound.upper, met=bound.met)
+    return HeldBound(metric=bound.metric, limit=bound.limit, at_most=bound.at_most, met=bound.met)

@@ -128,8 +128,9 @@ class Walk:
     def _starts(self, before: Shape) -> Iterator[Shape]:
         yield before
         if self.mixtures is not None:
-            experts = before.lost.get("experts", 0) + self.mixtures.step
-            if experts <= self.mixtures.most:
+            gone = before.lost.get("experts", 0)
+            experts = min(gone + self.mixtures.step, self.mixtures.most)
+            if experts > gone:
                 yield before.with_lost("experts", experts)
         block = self.order.after(len(before.gone))
         if block is not None:
