@@ -287,7 +287,7 @@ def _default_output(model: str, schema: str) -> Path:
 
 def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
     from collapse.canonical import dumps
-    from collapse.report.markdown import summary_table
+    from collapse.report.markdown import summary_lines, summary_table
     from collapse.report.path import path_table
     from collapse.report.speed import sentence
 
@@ -296,8 +296,8 @@ def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
         typer.echo(dumps(result.report.to_json()), nl=False)
     elif not quiet:
         typer.echo(summary_table(result.report))
-        for item in result.report.rewrites:
-            typer.echo(f"{item.grade}: {item.pass_name} {item.kind} {item.site}: {item.evidence.claim}")
+        for line in summary_lines(result.report.rewrites):
+            typer.echo(line)
         for note in result.report.notes:
             typer.echo(note)
         if result.report.search and result.report.search.points:

@@ -21,6 +21,7 @@ from collapse.plan import Evidence, Plan, ShortCircuit, Skipped
 from collapse.report.data import Figures, GraphFigures, Report, build_report, common_sizes
 from collapse.report.diff import check_comparable, load_side, load_sides, to_json, to_markdown
 from collapse.report.folding import fold, unfold
+from collapse.report.markdown import summary_lines
 from collapse.report.markdown import to_markdown as report_markdown
 from collapse.report.text import change, short
 from collapse.schema import Workload
@@ -132,6 +133,15 @@ def test_markdown_tells_evidence_near_misses_and_checks(counted: ConfigCost) -> 
     assert "- passed: logits." in text and "- FAILED: tokens. Differ at 3." in text and "- not run: padding" in text
     assert "Tensor-parallel sizes that divide heads and vocabulary: 1, 2 before, 1, 2 after." in text
     assert "5" * 64 in text and "collapse export MODEL --plan" in text
+
+
+def test_the_summary_has_one_line_for_what_is_said_of_many_sites(counted: ConfigCost) -> None:
+    found = report(counted, "model.layers.1.mlp", "model.layers.2.mlp").rewrites
+    said = "the logits hardly move"
+    assert list(summary_lines(found)) == [f"measured: dead-module short-circuit model.layers.1.mlp and 1 more: {said}"]
+    assert list(summary_lines(found[:1])) == [f"measured: dead-module short-circuit model.layers.1.mlp: {said}"]
+    other = found[1].model_copy(update={"evidence": found[1].evidence.model_copy(update={"claim": "they do not"})})
+    assert len(list(summary_lines((found[0], other)))) == 2
 
 
 @pytest.mark.parametrize(("change_", "message"), [({"params": -1.5}, "params"), ({"surplus": 1}, "surplus")])

@@ -275,7 +275,8 @@ def notes(plan: Plan, before: Figures, after: Figures) -> tuple[str, ...]:
         found.append(f"{replaced} replaced tensors have computed data: the model is another function than its source.")
     if any(map(is_free, plan.rewrites)):
         maps = len(plan.of_kind(StandIn))
-        found.append(f"The layout is free, with maps in place of {maps} modules: only `collapse.load` loads it.")
+        with_maps = f", with maps in place of {maps} modules" if maps else ""
+        found.append(f"The layout is free{with_maps}: only `collapse.load` loads it.")
     found += [f"Not healed: {item.reason}." for item in plan.skipped if item.pass_name == "heal"]
     measured = sum(1 for rewrite in plan.rewrites if rewrite.evidence.grade == "measured")
     if measured:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from collapse.plan import Skipped
 from collapse.report.data import Applied, GraphFigures, Module, Report
@@ -88,15 +88,26 @@ def _sizes(sizes: tuple[int, ...]) -> str:
     return ", ".join(map(str, sizes)) or "none"
 
 
-def _rewrites(rewrites: tuple[Applied, ...]) -> Iterator[str]:
+def summary_lines(rewrites: Iterable[Applied]) -> Iterator[str]:
+    """Yield one line for rewrites that say the same, with the site of the first and how many more there are."""
+    for (grade, kind, pass_name, claim, _), items in _alike(rewrites).items():
+        more = f" and {len(items) - 1} more" if len(items) > 1 else ""
+        yield f"{grade}: {pass_name} {kind} {items[0].site}{more}: {claim}"
+
+
+def _alike(rewrites: Iterable[Applied]) -> dict[tuple[str, str, str, str, str], list[Applied]]:
     """Group rewrites that say the same about different sites."""
     groups: dict[tuple[str, str, str, str, str], list[Applied]] = {}
     for item in rewrites:
         key = (item.grade, item.kind, item.pass_name, item.evidence.claim, item.evidence.method)
         groups.setdefault(key, []).append(item)
-    if not groups:
+    return groups
+
+
+def _rewrites(rewrites: tuple[Applied, ...]) -> Iterator[str]:
+    if not rewrites:
         yield "Nothing."
-    for (grade, kind, pass_name, claim, method), items in groups.items():
+    for (grade, kind, pass_name, claim, method), items in _alike(rewrites).items():
         sites = ", ".join(f"`{item.site}`" for item in items)
         lines = [f"### {kind}: {sites}" if len(items) == 1 else f"### {kind}, {len(items)} sites"]
         if len(items) > 1:
