@@ -17,6 +17,7 @@ from collapse.search.map_trials import MapTrials
 from collapse.search.maps import kinds_for
 from collapse.search.options import MapTrial, keeping_one
 from collapse.search.trials import Trial, Trials
+from collapse.search.written import written
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,22 @@ class Calibration:
         return moments(self.model, [units.reader for units in self.structure.units], self.ids)
 
     @cached_property
+    def fitting(self) -> torch.Tensor:
+        """What `collapse` fits to: every second row, and as many that the source writes after their beginnings."""
+        return self._half_written(self.ids)
+
+    @cached_property
+    def distilled(self) -> torch.Tensor:
+        """What `collapse` heals on, of the other text, made in the same way."""
+        return self._half_written(self.healing)
+
+    def _half_written(self, ids: torch.Tensor) -> torch.Tensor:
+        own = ids[::2]
+        return torch.cat([own, written(self.model, own[: len(ids) - len(own)], lambda done, of: None)])
+
+    @cached_property
     def trials(self) -> tuple[Trial, ...]:
-        """What the units of each block cost alone: fitted to a row in four, measured on a quarter of one in sixteen."""
+        """What the units of each block cost alone: fitted to a row in four, measured on a quarter of other rows."""
         units = self.structure.units
         return Trials(self.model, self.structure.layers, units, *self._tried_on).run(lambda done, of: None)
 
@@ -59,7 +74,7 @@ class Calibration:
 
     @property
     def _tried_on(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ids[::4], self.ids[2::16, : LENGTH // 4]
+        return self.fitting[::4], self.ids[1::16, : LENGTH // 4]
 
     def blocks_for(self, share: float) -> int:
         """Return how many blocks come nearest to a share of all, one at least."""

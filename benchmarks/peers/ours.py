@@ -23,7 +23,7 @@ def native(calibration: Calibration, share: float) -> Removal:
     target = share * structure.decoder_parameters(calibration.model)
     neurons = [one for one in structure.units if one.kind == "neurons"]
     lost = math.ceil(target / sum(one.parameters for one in neurons))  # of every block: the native layout has one width
-    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids)
+    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.fitting)
     swept = sweep.run({one: one.size - lost for one in neurons}, (), lambda done, of: None)
     return Removal("collapse", made=swept.model)
 
@@ -33,7 +33,7 @@ def free(calibration: Calibration, share: float) -> Removal:
     if share not in calibration.fitted:
         structure = calibration.structure
         sizes = allocate(calibration.trials, share * structure.decoder_parameters(calibration.model))
-        sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids)
+        sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.fitting)
         calibration.fitted[share] = sweep.run(sizes, (), lambda done, of: None).model
     return Removal("collapse-free", made=calibration.fitted[share])
 
@@ -44,7 +44,9 @@ def maps(calibration: Calibration, share: float) -> Removal:
     worth = {one: one.place.parameters - one.kind.parameters(one.place.width) for one in calibration.map_trials}
     target = share * structure.decoder_parameters(calibration.model)
     shape = allocate_with_maps(calibration.trials, calibration.map_trials, target, worth)
-    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.ids, places=structure.places.found)
+    sweep = Sweep(
+        calibration.model, structure.layers, structure.units, calibration.fitting, places=structure.places.found
+    )
     return Removal("collapse-maps", made=sweep.run(shape.kept, (), lambda done, of: None, shape.maps).model)
 
 
@@ -53,7 +55,7 @@ def healed(calibration: Calibration, share: float) -> Removal:
     made = free(calibration, share).made
     assert made is not None
     made = copy_sharing(made)
-    rows = calibration.healing
+    rows = calibration.distilled
     settings = Settings(tokens=rows.numel(), length=rows.shape[1])
     pair = Pair(calibration.model, made, _changed(calibration.model, made), _blocks(calibration))
     heal(pair, rows, rows[:0], settings, lambda done, of: None)

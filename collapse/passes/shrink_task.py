@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from collapse.analysis.block_runs import BlockRuns
 from collapse.analysis.flops import Cost, cost
@@ -36,9 +37,10 @@ from collapse.search.sweep import Sweep
 from collapse.search.trials import Trials
 from collapse.search.units import Units, units_of
 from collapse.search.walk import Order, Point, Walk
+from collapse.search.written import can_write, written
 from collapse.sequences import Ids, apart, context_length, cut, encoder, text_bytes
 
-FIT_WINDOW, FITTING = 256, 128  # tokens of a sequence to fit to; sequences
+FIT_WINDOW, FITTING = 256, 64  # tokens of a sequence to fit to; sequences, and as many that the source writes
 WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones, make a bound tight
 CHOOSING, HELD_OUT = 32, 512  # sequences; a rate of a hundredth is not certified with fewer
 MEASURED_EVERY = 4  # a mean without a bound is taken over one held-out sequence in so many
@@ -75,6 +77,20 @@ def texts_of(context: Context) -> Texts | None:
         _windows(context, context.texts.held_out, HELD_OUT, WINDOW, apart),  # or a bound would count text twice
     )
     return found if all(len(one) for one in (found.fitting, found.choosing, found.held_out)) else None
+
+
+def _with_written(context: Context, model: PreTrainedModel, windows: Tensor, memory: Memory) -> Tensor:
+    """Return the windows to fit to, and as many that the source writes after their beginnings."""
+    if not can_write(model):
+        return windows
+
+    def write() -> list[list[int]]:
+        ids: list[list[int]] = written(
+            model, windows, lambda done, of: context.progress("writing text to fit to", done, of)
+        ).tolist()
+        return ids
+
+    return torch.cat([windows, torch.tensor(memory.written(write), dtype=torch.long)])
 
 
 def judging(context: Context, held_out: Tensor) -> Tensor:
@@ -114,11 +130,12 @@ class Task:
         origin = Origin(context.checkpoint, context.config, context.program, layers, units, mixtures)
         dtypes = {one.reader: origin.dtype_of_reader(one) for one in units}
         dtypes |= {place.site: origin.dtype_of_site(place.site) for place in places.found}
-        sweep = Sweep(model, layers, units, texts.fitting, places=places.found, dtypes=dtypes)
+        fitting = _with_written(context, model, texts.fitting, memory)
+        sweep = Sweep(model, layers, units, fitting, places=places.found, dtypes=dtypes)
         choosing = Judge.of(runs, texts.choosing)
         walk: Walk | FreeWalk
         if context.layout == "free":
-            some = texts.fitting[::FIT_EVERY], texts.choosing[::TRY_EVERY]
+            some = fitting[::FIT_EVERY], texts.choosing[::TRY_EVERY]
             trials = Trials(model, layers, units, *some)
             maps = MapTrials(model, layers, tried_kinds(places, moves), *some)
             walk = FreeWalk(sweep, choosing, prices, units, trials, maps, places.attentions, context.progress, memory)

@@ -36,6 +36,7 @@ class Content(store.Content):
     steps: list[Step] = Field(default_factory=list, description="blocks in the order in which they are missed least")
     losses: dict[str, list[SequenceLoss]] = Field(default_factory=dict, description="by held-out sequence")
     shares: dict[str, dict[str, float]] = Field(default_factory=dict, description="of sizes, counted in a graph")
+    written: list[list[int]] = Field(default_factory=list, description="token ids that the source wrote, to fit to")
 
 
 class Memory:
@@ -90,6 +91,13 @@ class Memory:
             self._content.shares[key] = dict(count())
             self._save()
         return dict(self._content.shares[key])
+
+    def written(self, write: Callable[[], Iterable[Iterable[int]]]) -> list[list[int]]:
+        """Return the sequences that the source writes."""
+        if not self._content.written:
+            self._content.written.extend(list(ids) for ids in write())
+            self._save()
+        return self._content.written
 
     def _save(self) -> None:
         with suppress(OSError):  # a full disk ends no search: what is not kept is measured again

@@ -1,0 +1,51 @@
+"""Text that the source writes itself, after beginnings of the text that is fitted to.
+
+What a user gives is a few kinds of text, and a fit to those is bad for the next one. What the source goes on with is
+spread over all that it knows, as its own distribution has it, and needs no other text: models were quantised so without
+data (Liu et al., 2023, "LLM-QAT"). It is fitted to as the user's text is; it chooses and judges nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.utils import GenerationMixin
+
+BEGUN = 16  # tokens of each sequence that are given; the shorter, the more kinds of text come of it
+TEMPERATURE = 1.0
+LEAST = 0.05  # of the likeliest token's probability: what is less likely is not drawn (min-p), it ends in noise
+TOGETHER = 64  # sequences at a time
+
+Progress = Callable[[int, int], None]
+
+
+def can_write(model: PreTrainedModel) -> bool:
+    """Return whether a model has what it takes to go on with a text."""
+    return isinstance(model, GenerationMixin)
+
+
+def written(model: PreTrainedModel, windows: Tensor, progress: Progress, seed: int = 0) -> Tensor:
+    """Return sequences that begin as `windows`, ids [n, tokens], do, and that the model goes on with.
+
+    They are as long as the windows: where the model would end a text, it goes on. Equal seeds give equal sequences on
+    one machine; the state of torch's generator stays as it was.
+    """
+    if not len(windows):
+        return windows
+    begun = min(BEGUN, windows.shape[1] - 1)
+    more = windows.shape[1] - begun
+    asked = GenerationConfig(
+        do_sample=True, temperature=TEMPERATURE, min_p=LEAST, top_k=0, top_p=1.0,
+        max_new_tokens=more, min_new_tokens=more, pad_token_id=0,
+    )  # fmt: skip
+    found: list[Tensor] = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        parts = torch.split(windows[:, :begun], TOGETHER)
+        for done, ids in enumerate(parts, 1):
+            found.append(model.generate(ids, generation_config=asked, attention_mask=torch.ones_like(ids)))
+            progress(done, len(parts))
+    return torch.cat(found)

@@ -1,0 +1,72 @@
+"""Text that the source writes, to fit to: where it begins, what may be in it, and that it is written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from collapse.search.memory import Memory, remembering
+from collapse.search.written import BEGUN, LEAST, TOGETHER, can_write, written
+from tests.healing import drawn_windows, source_model
+
+MODEL = source_model()
+
+
+def write(windows: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    return written(MODEL, windows, lambda done, of: None, seed)
+
+
+@settings(max_examples=10, deadline=None)
+@given(count=st.integers(0, 5), length=st.integers(2, 40), seed=st.integers(0, 3))
+def test_it_begins_as_the_text_does_and_is_as_long(count: int, length: int, seed: int) -> None:
+    windows = drawn_windows(8, seed=seed)[:count].repeat(1, 3)[:, :length]
+    found = write(windows, seed)
+    assert found.shape == windows.shape and found.dtype == windows.dtype
+    begun = min(BEGUN, length - 1)
+    assert torch.equal(found[:, :begun], windows[:, :begun])
+
+
+def test_every_token_is_one_that_the_model_might_say_there() -> None:
+    found = write(drawn_windows(6).repeat(1, 3)[:, :48])
+    with torch.no_grad():
+        said = MODEL(input_ids=found, use_cache=False).logits.softmax(-1)[:, BEGUN - 1 : -1]
+    drawn = said.gather(-1, found[:, BEGUN:, None])[..., 0]
+    assert bool((drawn >= (LEAST - 1e-6) * said.amax(-1)).all())
+
+
+def test_a_text_does_not_end_before_its_length() -> None:
+    config = MODEL.generation_config
+    before, config.eos_token_id = config.eos_token_id, list(range(0, MODEL.config.vocab_size, 2))
+    try:
+        found = write(drawn_windows(4).repeat(1, 3)[:, :48])
+    finally:
+        config.eos_token_id = before
+    assert found.shape == (4, 48)
+
+
+def test_one_seed_gives_one_text_and_leaves_the_generator_alone() -> None:
+    windows = drawn_windows(TOGETHER + 2).repeat(1, 3)[:, : BEGUN + 4]
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = write(windows)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(6)
+    assert torch.equal(write(windows), first)
+    assert not torch.equal(write(windows, seed=1), first)
+
+
+def test_only_a_model_that_generates_can_write() -> None:
+    assert can_write(MODEL) and not can_write(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_it_is_written_once_and_kept(tmp_path: Path) -> None:
+    ids = [[1, 2], [3, 4]]
+    with remembering(tmp_path, {"source": "a"}) as memory:
+        assert memory.written(lambda: ids) == ids
+    with remembering(tmp_path, {"source": "a"}) as memory:
+        assert memory.written(lambda: [[5]]) == ids
+    assert Memory.empty().written(lambda: [[5]]) == [[5]]
