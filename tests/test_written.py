@@ -64,9 +64,9 @@ def test_only_a_model_that_generates_can_write() -> None:
 
 
 def test_it_is_written_once_and_kept(tmp_path: Path) -> None:
-    ids = [[1, 2], [3, 4]]
+    ids, shape = [[1, 2], [3, 4]], (2, 2)
     with remembering(tmp_path, {"source": "a"}) as memory:
-        assert memory.written(lambda: ids) == ids
+        assert memory.written(shape, lambda: ids) == ids
     with remembering(tmp_path, {"source": "a"}) as memory:
-        assert memory.written(lambda: [[5]]) == ids
-    assert Memory.empty().written(lambda: [[5]]) == [[5]]
+        assert memory.written(shape, lambda: [[5]]) == ids
+    assert Memory.empty().written((1, 1), lambda: [[5]]) == [[5]]

@@ -48,16 +48,8 @@ class Calibration:
     @cached_property
     def fitting(self) -> torch.Tensor:
         """What `collapse` fits to: every second row, and as many that the source writes after their beginnings."""
-        return self._half_written(self.ids)
-
-    @cached_property
-    def distilled(self) -> torch.Tensor:
-        """What `collapse` heals on, of the other text, made in the same way."""
-        return self._half_written(self.healing)
-
-    def _half_written(self, ids: torch.Tensor) -> torch.Tensor:
-        own = ids[::2]
-        return torch.cat([own, written(self.model, own[: len(ids) - len(own)], lambda done, of: None)])
+        own = self.ids[::2]
+        return torch.cat([own, written(self.model, own[: len(self.ids) - len(own)], lambda done, of: None)])
 
     @cached_property
     def trials(self) -> tuple[Trial, ...]:

@@ -55,7 +55,7 @@ def healed(calibration: Calibration, share: float) -> Removal:
     made = free(calibration, share).made
     assert made is not None
     made = copy_sharing(made)
-    rows = calibration.distilled
+    rows = calibration.healing
     settings = Settings(tokens=rows.numel(), length=rows.shape[1])
     pair = Pair(calibration.model, made, _changed(calibration.model, made), _blocks(calibration))
     heal(pair, rows, rows[:0], settings, lambda done, of: None)

@@ -90,7 +90,8 @@ def _with_written(context: Context, model: PreTrainedModel, windows: Tensor, mem
         ).tolist()
         return ids
 
-    return torch.cat([windows, torch.tensor(memory.written(write), dtype=torch.long)])
+    count, length = windows.shape
+    return torch.cat([windows, torch.tensor(memory.written((count, length), write), dtype=torch.long)])
 
 
 def judging(context: Context, held_out: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import filelock
 import torch
@@ -28,6 +28,9 @@ from collapse.search.units import Units
 CODE = ("analysis", "certify", "models", "search", "passes", "rewrite")  # where a change may give other figures
 
 
+Token = Annotated[int, Field(ge=0, strict=True)]
+
+
 class Content(store.Content):
     """The file; keys are what was measured, as JSON."""
 
@@ -36,7 +39,7 @@ class Content(store.Content):
     steps: list[Step] = Field(default_factory=list, description="blocks in the order in which they are missed least")
     losses: dict[str, list[SequenceLoss]] = Field(default_factory=dict, description="by held-out sequence")
     shares: dict[str, dict[str, float]] = Field(default_factory=dict, description="of sizes, counted in a graph")
-    written: list[list[int]] = Field(default_factory=list, description="token ids that the source wrote, to fit to")
+    written: list[list[Token]] = Field(default_factory=list, description="ids that the source wrote, to fit to")
 
 
 class Memory:
@@ -92,12 +95,18 @@ class Memory:
             self._save()
         return dict(self._content.shares[key])
 
-    def written(self, write: Callable[[], Iterable[Iterable[int]]]) -> list[list[int]]:
-        """Return the sequences that the source writes."""
-        if not self._content.written:
-            self._content.written.extend(list(ids) for ids in write())
+    def written(self, shape: tuple[int, int], write: Callable[[], Iterable[Iterable[int]]]) -> list[list[int]]:
+        """Return the sequences that the source writes: so many of so many tokens.
+
+        Raises `CollapseError` where those that are kept are not.
+        """
+        kept = self._content.written
+        if not kept:
+            kept.extend(list(ids) for ids in write())
             self._save()
-        return self._content.written
+        elif (len(kept), {len(ids) for ids in kept}) != (shape[0], {shape[1]}):
+            raise self._store.refused("its written text is of another shape")
+        return kept
 
     def _save(self) -> None:
         with suppress(OSError):  # a full disk ends no search: what is not kept is measured again
