@@ -194,7 +194,7 @@ def test_one_attention_stays_the_one_that_is_missed_most() -> None:
 
 
 def test_a_map_is_worth_what_goes_with_its_sublayer() -> None:
-    prices = Prices(total=1000, blocks=2, block=400, unit={"neurons": 2}, place={"a": 300.0}, parameter=2.0)
+    prices = Prices(total=1000, blocks=(400.0,) * 2, unit={"neurons": 2}, place={"a": 300.0}, parameter=2.0)
     where = Place("a", 0, 4, 100, True, None, None, None)
     assert prices.saved(where, MapKind("linear")) == 300 - 2 * 20
     assert prices.share(Uneven(maps={where: MapKind("low-rank", 1)})) == pytest.approx(1 - (300 - 2 * 12) / 1000)

@@ -106,7 +106,7 @@ def test_nothing_is_eliminated_where_all_are_kept() -> None:
     assert eliminate(normal, [[n] for n in range(8)], 8) == tuple(range(8))
 
 
-PRICES = Prices(total=1000, blocks=10, block=80, unit={"neurons": 2, "kv-groups": 9})
+PRICES = Prices(total=1000, blocks=(80.0,) * 10, unit={"neurons": 2, "kv-groups": 9})
 
 
 def test_shares_are_counted_block_by_block() -> None:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from transformers import PreTrainedConfig
 
 from collapse.analysis.channels import config_changes, gives_shapes
-from collapse.analysis.layers import text_part
+from collapse.analysis.layers import edited_config, text_part
 from collapse.analysis.units import file_names
+from collapse.auto import config_from
+from collapse.canonical import dumps
 from collapse.checkpoint import Checkpoint
 from collapse.plan import Axis, DropLayers, Evidence, IndexSet, Narrow, Skipped
 from collapse.program import Program
+from collapse.trace import meta_model
 
-ASKED = "per_tok|top_?k"  # in the names of config fields: how many experts a token is sent to
+ASKED = r"per_tok(en)?$|^(?!index_).*top_?k(_experts)?$|^moe_k$"  # config fields: how many experts a token is sent to
 GROUPS = "n_group|num_expert_groups?|moe_n_groups?"  # in how many runs of experts a router divides them
 
 
@@ -62,14 +67,19 @@ def experts_of(program: Program, checkpoint: Checkpoint, block: str) -> Iterator
     files = file_names(program, checkpoint)
     modules: dict[str, list[str]] = {}
     for name, shape in program.shapes.items():
-        if name.startswith(f"{block}.") and len(shape) == 3:
+        kind = program.module_types.get(name.rpartition(".")[0], "")
+        if name.startswith(f"{block}.") and len(shape) == 3 and not kind.startswith("Conv"):
             modules.setdefault(name.rpartition(".")[0], []).append(name)
     for site, stacked in modules.items():
         size = program.shapes[stacked[0]][0]
         whole = [name for name in stacked if name in files]
         prefix = _prefix(program, checkpoint, stacked)
         parent = site.rpartition(".")[0]
-        beside = [n for n, shape in program.shapes.items() if n.startswith(f"{parent}.") and shape[:1] == (size,)]
+        counted = _counted(dumps(dict(checkpoint.config)), size)
+        beside = [
+            name for name, shape in program.shapes.items()
+            if name.startswith(f"{parent}.") and shape[:1] == (size,) and (not counted or name in counted)
+        ]  # fmt: skip
         router = [n for n in beside if n in files and (n not in stacked or n in whole)]
         if (prefix is None and len(whole) < len(stacked)) or not router or set(router) <= set(stacked):
             reason = "the files' tensors of the experts, or the rows of a router, are not recognised"
@@ -77,6 +87,29 @@ def experts_of(program: Program, checkpoint: Checkpoint, block: str) -> Iterator
             continue
         axes = tuple(Axis(tensor=files[name], dim=0) for name in router)
         yield Experts(site, size, prefix, tuple(stacked), axes)
+
+
+@lru_cache(maxsize=8)
+def _counted(config: str, size: int) -> frozenset[str]:
+    """Return the tensors with a row for each of `size` experts: those that have one less where the config says so.
+
+    None where no field of the config, JSON, gives some three-dimensional tensor one row less, and all others the rest
+    of their shape: a number of experts may be the width of something else, too.
+    """
+    whole = config_from(json.loads(config))
+    before = {name: tuple(one.shape) for name, one in meta_model(whole).state_dict().items()}
+    part, where = text_part(whole)
+    for changed in config_changes(part, {size: size - 1}, frozenset()):
+        try:
+            made = meta_model(edited_config(whole, {f"{where}{field}": value for field, value in changed.items()}))
+        except Exception:  # a config class may raise anything for values that do not fit
+            continue
+        after = {name: tuple(one.shape) for name, one in made.state_dict().items()}
+        changes = {name for name, shape in before.items() if after.get(name) != shape}
+        fewer = all(before[name][0] == size and after.get(name) == (size - 1, *before[name][1:]) for name in changes)
+        if fewer and any(len(before[name]) == 3 for name in changes):
+            return frozenset(changes)
+    return frozenset()
 
 
 def _prefix(program: Program, checkpoint: Checkpoint, stacked: list[str]) -> str | None:
@@ -117,7 +150,9 @@ def drop_experts(
 def needed(config: PreTrainedConfig) -> int:
     """Return how many experts a token is sent to, at least one."""
     fields = text_part(config)[0].to_dict().items()
-    return max((value for name, value in fields if re.search(ASKED, name) and type(value) is int), default=1)
+    asked = [value for name, value in fields if re.search(ASKED, name)]
+    counts = [count for value in asked for count in (value if isinstance(value, list | tuple) else (value,))]
+    return max((count for count in counts if type(count) is int), default=1)
 
 
 def grouped(config: PreTrainedConfig) -> bool:

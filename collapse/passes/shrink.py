@@ -95,7 +95,7 @@ class Shrinking:
             if all(sizes[metric] <= limit for metric, limit in wanted.items()):
                 losses = trail.judged(task.losses(path[-1]))
                 trail.taken(len(trail.points) - 1)
-                return _taken(task, path, measurement(losses, path[-1], task.walk.prices), sizes)
+                return _taken(task, path, measurement(losses, sizes["params"]), sizes)
             aim = {metric: aim[metric] - max(0.0, sizes[metric] - limit) for metric, limit in wanted.items()}
         return Proposal(
             skipped=(self._skipped(f"{self.name} alone were not found to make it that small", path_figures(path)),)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from collapse.certify.losses import SequenceLoss
 from collapse.plan import Evidence
-from collapse.search.shapes import Prices
 from collapse.search.walk import Point
 
 Figures = dict[str, float | int | str]
 
 
-def measurement(losses: Iterable[SequenceLoss], point: Point, prices: Mapping[str, Prices]) -> Evidence:
-    """Return what a point loses on held-out text, as *measured* evidence."""
+def measurement(losses: Iterable[SequenceLoss], params: float) -> Evidence:
+    """Return what a point with a share `params` of the parameters loses on held-out text, as *measured* evidence."""
     figures = total_losses(losses)
-    kl, less = figures["kl"], 1 - prices["params"].share(point.shape)
+    kl, less = figures["kl"], 1 - params
     return Evidence(
         grade="measured",
         claim=f"with {less:.1%} less parameters the mean KL divergence on held-out text is {kl:.4f} nats a token",

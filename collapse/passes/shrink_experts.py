@@ -18,6 +18,7 @@ from collapse.analysis.sites import Group, places_of
 from collapse.errors import CollapseError, UnsupportedError
 from collapse.passes.base import Context
 from collapse.plan import Evidence, Plan, Rewrite, Skipped
+from collapse.rewrite.graph import rewrite_program
 from collapse.rewrite.model import collapsed_model
 from collapse.search.memory import Memory
 from collapse.search.mixtures import Mixtures
@@ -53,6 +54,9 @@ def _ranked(context: Context, found: dict[int, Experts], windows: Tensor, memory
     most = next(iter(found.values())).size - needed(context.config)
     mixtures = Mixtures(found, _orders(context, found, windows, memory), most, partial(_made, context))
     mixtures.without(mixtures.step)
+    rewrite_program(
+        context.program, _plan(context, _rewrites(context, mixtures.kept(mixtures.step))), context.checkpoint.config
+    )
     return mixtures
 
 
@@ -101,17 +105,26 @@ def _estimates(context: Context, sites: Sequence[str], windows: Tensor) -> list[
         context.progress("ranking experts", done, of)
 
     swept = first_order.sweep(model, [groups[site] for site in sites], batches, 0, progress)
+    for site in sites:
+        routed = swept[groups[site].key].routed
+        if routed is None or not float(routed.sum()):
+            raise UnsupportedError("which tokens its experts are given is not seen", where=site)
     return [swept[groups[site].key].fisher.tolist() for site in sites]
 
 
 def _made(context: Context, kept: Sequence[tuple[Experts, Sequence[int]]]) -> PreTrainedModel:
     """Return the source in memory without some experts, from the weights that are loaded."""
-    rewrites = drop_experts(kept, context.program, context.checkpoint, context.config, RANKING, MOVE)
-    if isinstance(rewrites, Skipped):
-        raise UnsupportedError(rewrites.reason, where=rewrites.site)
+    rewrites = _rewrites(context, kept)
     model = context.loaded[0]
     weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return collapsed_model(context.checkpoint, context.program, _plan(context, rewrites), weights)
+
+
+def _rewrites(context: Context, kept: Sequence[tuple[Experts, Sequence[int]]]) -> tuple[Rewrite, ...]:
+    rewrites = drop_experts(kept, context.program, context.checkpoint, context.config, RANKING, MOVE)
+    if isinstance(rewrites, Skipped):
+        raise UnsupportedError(rewrites.reason, where=rewrites.site)
+    return rewrites
 
 
 def _plan(context: Context, rewrites: Sequence[Rewrite]) -> Plan:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from collapse.analysis.block_runs import BlockRuns
+from collapse.analysis.channels import narrow_channels
 from collapse.analysis.flops import Cost, cost
 from collapse.analysis.layer_search import LayerSearch, Step
 from collapse.analysis.layers import Layers
@@ -158,7 +159,7 @@ class Task:
     def level(self, step: float) -> dict[str, float]:
         """Return the level at which a part `step` of the blocks' parameters is gone."""
         prices = self.walk.prices["params"]
-        return {"params": 1 - step * prices.blocks * prices.block / prices.total}
+        return {"params": 1 - step * sum(prices.blocks) / prices.total}
 
     def sizes(self, shape: Shape) -> dict[str, float]:
         """Return what a shape leaves of every size, counted in its graph, as a share of the source's."""
@@ -206,6 +207,7 @@ def narrowable(context: Context, layers: Layers, moves: Sequence[str]) -> tuple[
     for kind in (kind for kind in KINDS if kind in moves):
         some = [one for one in found if isinstance(one, Units) and one.kind == kind]
         reason = _uneven(some, layers) or next(filter(None, (_unfit(context, one) for one in some)), None)
+        reason = reason or _unnamed(context, some)
         if reason is None:
             units += some
         else:
@@ -233,6 +235,13 @@ def _uneven(units: Sequence[Units], layers: Layers) -> str | None:
     if len(sizes) > 1:
         return f"blocks have {min(sizes)} to {max(sizes)} of them, and the native layout has one number"
     return "each block has only one" if sizes == {1} else None
+
+
+def _unnamed(context: Context, units: Sequence[Units]) -> str | None:
+    """Return why no config has one unit fewer in every block."""
+    fewer = [(one.channels, range(one.size - 1)) for one in units]
+    found = narrow_channels(fewer, context.program, context.config, PENDING, units[0].kind)
+    return found.reason if isinstance(found, Skipped) else None
 
 
 def _unfit(context: Context, units: Units) -> str | None:
@@ -284,21 +293,21 @@ def _prices(
     places: Sequence[Place],
     mixtures: Mixtures | None,
 ) -> dict[str, Prices]:
-    """Return the prices of a block, of a unit and of a sublayer in each size; those of a unit count products alone.
+    """Return the prices of blocks, of a unit and of a sublayer in each size; those of a unit count products alone.
 
     An expert is worth parameters alone: a token is sent to as many as before.
     """
-    block = before.modules[f"{layers.site}.0"]
+    blocks = [before.modules[f"{layers.site}.{number}"] for number in range(layers.size)]
     prompt = context.schema.workload.prompt
-    element = block.weight_bytes_per_decode_token / max(1, block.params)
+    element = blocks[0].weight_bytes_per_decode_token / max(1, blocks[0].params)
     per_parameter = {"params": 1.0, "flops": 2.0 * prompt, "decode": element}
     held: dict[Lost, float] = {one.kind: one.parameters for one in units}
-    experts: dict[Lost, float] = {} if mixtures is None else {"experts": _parameters(context, mixtures) / layers.size}
+    experts: dict[Lost, float] = {} if mixtures is None else {"experts": _parameters(context, mixtures)}
     return {
         metric: Prices(
             total=getattr(before, field),
-            blocks=layers.size,
-            block=getattr(block, field),
+            blocks=tuple(getattr(block, field) for block in blocks),
+            mixed=frozenset() if mixtures is None else frozenset(mixtures.found),
             unit={kind: count * per_parameter[metric] for kind, count in held.items()}
             | {kind: count if metric == "params" else 0.0 for kind, count in experts.items()},
             place={place.site: getattr(before.modules[place.site], field) for place in places},
@@ -309,10 +318,10 @@ def _prices(
 
 
 def _parameters(context: Context, mixtures: Mixtures) -> float:
-    """Return what one expert of every mixture holds together, with its rows of the routers."""
+    """Return what one expert of a mixture holds on average, with its row of the router."""
     shapes = context.program.shapes
     names = [name for one in mixtures.found.values() for name in one.tensors(context.program)]
-    return sum(prod(shapes[name][1:]) for name in names)
+    return sum(prod(shapes[name][1:]) for name in names) / len(mixtures.found)
 
 
 def _cost(context: Context, rewrites: Sequence[Rewrite]) -> Cost:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers import CONFIG_MAPPING
+
 from collapse.config_paths import with_edits
 from collapse.errors import PlanError
 from collapse.free_layout import nested
@@ -41,5 +43,23 @@ def _rooted(config: Mapping[str, Any], rewrite: Reroot) -> dict[str, Any]:
 def _edited(config: Mapping[str, Any], rewrites: Sequence[Rewrite]) -> dict[str, Any]:
     edited = dict(config)
     for rewrite in rewrites:
-        edited = with_edits(edited, rewrite.config)
+        edited = with_edits(edited, _spelled(edited, rewrite.config))
     return edited
+
+
+def _spelled(config: Mapping[str, Any], edits: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the edits, and the same of fields that stand there under another name, which transformers renames.
+
+    A reader that knows only the other name would take the old number.
+    """
+    found = dict(edits)
+    for path, value in edits.items():
+        *parents, field = path.split(".")
+        part: Any = config
+        for name in parents:
+            part = part.get(name) if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and part.get("model_type") in CONFIG_MAPPING:
+            names = CONFIG_MAPPING[part["model_type"]].attribute_map.items()
+            others = [name for name, real in names if real == field and name in part]
+            found |= {".".join((*parents, name)): value for name in others}
+    return found

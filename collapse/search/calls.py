@@ -70,7 +70,8 @@ def watched(model: nn.Module, paths: Sequence[str]) -> Iterator[Mapping[str, lis
 
     def hook(path: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            found[path].append((_given(args, kwargs), output if isinstance(output, Tensor) else output[0]))
+            first = output if isinstance(output, Tensor) else output[0]
+            found[path].append((_given(args, kwargs), first.clone()))  # a mixture may add to it in place
 
         return record
 

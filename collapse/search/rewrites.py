@@ -64,7 +64,8 @@ class Origin:
                 if isinstance(narrows, Skipped):
                     return narrows
                 found += narrows
-        if self.mixtures is not None and (lost := shape.lost.get("experts", 0)):
+        lost = shape.lost.get("experts", 0)
+        if self.mixtures is not None and self.mixtures.count(lost, shape.gone):
             held = self.mixtures.kept(lost)
             fewer = drop_experts(held, self.program, self.checkpoint, self.config, evidence, "experts")
             if isinstance(fewer, Skipped):

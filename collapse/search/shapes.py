@@ -56,15 +56,15 @@ class Uneven(Shape):
 class Prices:
     """What one size of a model (parameters, FLOPs or bytes) is made of.
 
-    `total` is the source's, `block` that of one block; `unit` that of one unit of each kind in one block, of experts on
-    average over all blocks; `place` that
-    of each sublayer, by its path, and `parameter` that of a parameter of a map.
+    `total` is the source's, `blocks` has that of each block; `unit` that of one unit of each kind in one block, `place`
+    that of each sublayer, by its path, and `parameter` that of a parameter of a map. `mixed` are the blocks that have
+    experts; units of other kinds are in all.
     """
 
     total: float
-    blocks: int
-    block: float
+    blocks: tuple[float, ...]
     unit: Mapping[Lost, float]
+    mixed: frozenset[int] = frozenset()
     place: Mapping[str, float] = field(default_factory=dict)
     parameter: float = 1.0
 
@@ -78,12 +78,16 @@ class Prices:
             lost = sum((one.size - size) * self.unit[one.kind] for one, size in shape.kept.items())
             lost += sum(self.saved(place, kind) for place, kind in shape.maps.items())
             return (self.total - lost) / self.total
-        left = self.blocks - len(shape.gone)
-        each = self.block - sum(self.unit[kind] * count for kind, count in shape.lost.items())
-        return (self.total - self.blocks * self.block + left * each) / self.total
+        dropped = sum(self.blocks[block] for block in shape.gone)
+        narrowed = sum(self.unit[kind] * count * self._holding(kind, shape) for kind, count in shape.lost.items())
+        return (self.total - dropped - narrowed) / self.total
 
     def least_lost(self, shape: Shape, kind: Lost, share: float) -> int:
         """Return how many units of a kind every block must lose for at most `share` of the size to be left."""
         over = (self.share(shape.with_lost(kind, 0)) - share) * self.total
-        left = self.blocks - len(shape.gone)
-        return max(0, math.ceil(over / (left * self.unit[kind]) - 1e-9))
+        return max(0, math.ceil(over / (self._holding(kind, shape) * self.unit[kind]) - 1e-9))
+
+    def _holding(self, kind: Lost, shape: Shape) -> int:
+        """Return how many of the blocks that stay have units of a kind."""
+        left = set(range(len(self.blocks))) - set(shape.gone)
+        return len(left & self.mixed) if kind == "experts" else len(left)

@@ -162,7 +162,11 @@ class _Block:
     def run(self, sizes: Mapping[Units, int], maps: Mapping[Place, MapKind]) -> None:
         with watched(self.model, [_path(part) for part in self.parts]) as seen:
             after = self._through(self.source, self.state.source)
-        written = {path: [output for _, output in pairs] for path, pairs in seen.items()}
+        streams = self.state.source
+        written = {
+            path: [output.reshape(to.shape) for (_, output), to in zip(pairs, streams, strict=True)]
+            for path, pairs in seen.items()
+        }  # a shared expert is given its tokens without rows
         direct = self._is_sum(after, list(written.values()))
         lacking = [theirs - ours for theirs, ours in zip(self.state.source, self.state.own, strict=True)]
         for part in self.parts:
@@ -189,13 +193,14 @@ class _Block:
 
     def _inputs(self, part: Part) -> list[Tensor]:
         """Return what a part reads in the smaller model."""
-        return inputs_of(self.state.smaller, _path(part), self.own, self.calls, self.state.own)
+        found = inputs_of(self.state.smaller, _path(part), self.own, self.calls, self.state.own)
+        return [one.reshape(*to.shape[:-1], -1) for one, to in zip(found, self.state.own, strict=True)]
 
     def _written(self, part: Part) -> list[Tensor]:
         """Return what a part writes in the smaller model."""
         with watched(self.state.smaller, [_path(part)]) as seen:
             self._through(self.own, self.state.own)
-        return [output for _, output in seen[_path(part)]]
+        return [output.reshape(to.shape) for (_, output), to in zip(seen[_path(part)], self.state.own, strict=True)]
 
     def _is_sum(self, after: Sequence[Tensor], written: Sequence[Sequence[Tensor]]) -> bool:
         """Whether the block adds just what its parts write to the stream, with nothing in between."""

@@ -66,8 +66,8 @@ def lost_of(shape: Shape, units: Sequence[Units], mixtures: Mixtures | None = No
     for one in units:
         if sizes.get(one, one.size) < one.size:
             found[one.kind] = found.get(one.kind, 0) + one.size - sizes[one]
-    if mixtures is not None and (lost := shape.lost.get("experts", 0)):
-        found["experts"] = mixtures.count(lost, shape.gone)
+    if mixtures is not None and (lost := mixtures.count(shape.lost.get("experts", 0), shape.gone)):
+        found["experts"] = lost
     return found
 
 
@@ -130,7 +130,7 @@ class Walk:
         if self.mixtures is not None:
             gone = before.lost.get("experts", 0)
             experts = min(gone + self.mixtures.step, self.mixtures.most)
-            if experts > gone:
+            if experts > gone and self.mixtures.count(1, before.gone):
                 yield before.with_lost("experts", experts)
         block = self.order.after(len(before.gone))
         if block is not None:
@@ -140,21 +140,22 @@ class Walk:
             yield before.with_lost("kv-groups", groups)
 
     def _filled(self, shape: Shape, level: Mapping[str, float]) -> Shape | None:
-        """Return the shape with just enough neurons gone; without neurons, with what else may go.
+        """Return the shape with just enough neurons gone; where those are not enough, with what else may go.
 
         That is experts as long as there are some, then blocks, then groups.
         """
         neurons = self._size("neurons")
-        if neurons:
-            needed = [self.prices[metric].least_lost(shape, "neurons", share) for metric, share in level.items()]
-            lost = max(needed)
-            return shape.with_lost("neurons", lost) if lost < neurons else None
-        while any(self.prices[metric].share(shape) > share for metric, share in level.items()):
+        while True:
+            if neurons:
+                lost = max(self.prices[metric].least_lost(shape, "neurons", share) for metric, share in level.items())
+                if lost < neurons:
+                    return shape.with_lost("neurons", lost)
+            elif all(self.prices[metric].share(shape) <= share for metric, share in level.items()):
+                return shape
             further = [one for one in self._starts(shape) if one != shape]
             if not further:
                 return None
             shape = further[0]
-        return shape
 
     def _size(self, kind: str) -> int:
         return next((one.size for one in self.units if one.kind == kind), 0)
