@@ -205,7 +205,6 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a changed number": (damage(lambda body: body["kl"].update(x=[0.0]), sign=False), "its checksum is wrong"),
     "a later format": (damage(lambda body: body.update(format="collapse-search/2")), "its format is"),
     "another search's": (damage(lambda body: body["made_for"].update(layout="native")), "made for something else"),
-    "another's text": (damage(lambda body: body["written"].append([1])), "its written text is of another shape"),
     "ids of no token": (damage(lambda body: body["written"][0].insert(0, -1)), "written"),
     "losses of nothing": (
         damage(lambda body: next(iter(body["losses"].values()))[0].update(tokens=-1)), "these are no losses|losses",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from collapse.errors import CollapseError
 from collapse.search.memory import Memory, remembering
 from collapse.search.written import BEGUN, LEAST, TOGETHER, can_write, written
 from tests.healing import drawn_windows, source_model
@@ -70,3 +72,11 @@ def test_it_is_written_once_and_kept(tmp_path: Path) -> None:
     with remembering(tmp_path, {"source": "a"}) as memory:
         assert memory.written(shape, lambda: [[5]]) == ids
     assert Memory.empty().written((1, 1), lambda: [[5]]) == [[5]]
+
+
+def test_kept_text_of_another_shape_is_refused(tmp_path: Path) -> None:
+    with remembering(tmp_path, {"source": "a"}) as memory:
+        memory.written((2, 2), lambda: [[1, 2], [3, 4]])
+    for shape in ((3, 2), (2, 3)):
+        with remembering(tmp_path, {"source": "a"}) as memory, pytest.raises(CollapseError, match="another shape"):
+            memory.written(shape, lambda: [[5]])
