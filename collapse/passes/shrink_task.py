@@ -41,7 +41,8 @@ from collapse.search.walk import Order, Point, Walk
 from collapse.search.written import can_write, written
 from collapse.sequences import Ids, apart, context_length, cut, encoder, text_bytes
 
-FIT_WINDOW, FITTING = 256, 64  # tokens of a sequence to fit to; sequences, and as many that the source writes
+FIT_WINDOW, FITTING = 256, 128  # tokens of a sequence to fit to; sequences
+WRITTEN_EVERY = 2  # of those: after the beginning of one in so many the source writes one more
 WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones, make a bound tight
 CHOOSING, HELD_OUT = 32, 512  # sequences; a rate of a hundredth is not certified with fewer
 MEASURED_EVERY = 4  # a mean without a bound is taken over one held-out sequence in so many
@@ -81,17 +82,18 @@ def texts_of(context: Context) -> Texts | None:
 
 
 def _with_written(context: Context, model: PreTrainedModel, windows: Tensor, memory: Memory) -> Tensor:
-    """Return the windows to fit to, and as many that the source writes after their beginnings."""
+    """Return the windows to fit to, and those that the source writes after the beginnings of some."""
     if not can_write(model):
         return windows
+    begun = windows[::WRITTEN_EVERY]
 
     def write() -> list[list[int]]:
         ids: list[list[int]] = written(
-            model, windows, lambda done, of: context.progress("writing text to fit to", done, of)
+            model, begun, lambda done, of: context.progress("writing text to fit to", done, of)
         ).tolist()
         return ids
 
-    count, length = windows.shape
+    count, length = begun.shape
     return torch.cat([windows, torch.tensor(memory.written((count, length), write), dtype=torch.long)])
 
 
