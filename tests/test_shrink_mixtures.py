@@ -91,10 +91,11 @@ def test_blocks_are_priced_one_by_one(deepseek: Path) -> None:
 
 
 def test_experts_of_dropped_blocks_are_no_rewrites(deepseek: Path) -> None:
-    plan = plan_of(deepseek, "params=-9%", "layers", "experts")
-    (dropped,) = (one for one in plan.of_kind(DropLayers) if one.site == "model.layers")
-    mixed = any(block > 0 for block in dropped.kept)
-    assert bool(plan.of_kind(Narrow)) <= mixed
+    plan = plan_of(deepseek, "params=-15%", "layers", "experts")  # that much only without both blocks of mixtures
+    (dropped,) = plan.of_kind(DropLayers)
+    assert dropped.site == "model.layers" and set(dropped.kept) == {0}
+    assert not plan.of_kind(Narrow)
+    assert "experts_lost" not in dropped.evidence.figures
 
 
 def test_the_config_says_one_number_of_experts_in_either_spelling(tmp_path: Path) -> None:

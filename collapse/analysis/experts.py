@@ -93,7 +93,7 @@ def experts_of(program: Program, checkpoint: Checkpoint, block: str) -> Iterator
 def _counted(config: str, size: int) -> frozenset[str]:
     """Return the tensors with a row for each of `size` experts: those that have one less where the config says so.
 
-    None where no field of the config, JSON, gives some three-dimensional tensor one row less, and all others the rest
+    Empty where no field of the config, JSON, gives some three-dimensional tensor one row less, and all others the rest
     of their shape: a number of experts may be the width of something else, too.
     """
     whole = config_from(json.loads(config))
@@ -106,7 +106,9 @@ def _counted(config: str, size: int) -> frozenset[str]:
             continue
         after = {name: tuple(one.shape) for name, one in made.state_dict().items()}
         changes = {name for name, shape in before.items() if after.get(name) != shape}
-        fewer = all(before[name][0] == size and after.get(name) == (size - 1, *before[name][1:]) for name in changes)
+        fewer = all(
+            before[name][:1] == (size,) and after.get(name) == (size - 1, *before[name][1:]) for name in changes
+        )
         if fewer and any(len(before[name]) == 3 for name in changes):
             return frozenset(changes)
     return frozenset()
