@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transformers import CONFIG_MAPPING
-
 from collapse.config_paths import with_edits
 from collapse.errors import PlanError
 from collapse.free_layout import nested
@@ -52,6 +50,10 @@ def _spelled(config: Mapping[str, Any], edits: Mapping[str, Any]) -> dict[str, A
 
     A reader that knows only the other name would take the old number.
     """
+    if not edits:
+        return {}
+    from transformers import CONFIG_MAPPING  # it brings torch, which a probe does without
+
     found = dict(edits)
     for path, value in edits.items():
         *parents, field = path.split(".")
