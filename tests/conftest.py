@@ -16,7 +16,9 @@ from collapse.plan import Plan
 from tests.command import Command
 from tests.exported import EMBEDDING, KEPT
 from tests.tiny import erase, export, plan_for, tiny_llama, vocabulary
+from tests.traces import remember_traces
 
+remember_traces()
 gc.collect()
 gc.freeze()  # exports collect garbage on purpose; without this each would walk all that the imports made
 

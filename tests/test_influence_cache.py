@@ -7,14 +7,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 import filelock
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig
 
 import collapse
 from collapse.analysis import site_influence
@@ -24,9 +23,7 @@ from collapse.analysis.site_influence import Influence, Settings
 from collapse.canonical import digest, dumps
 from collapse.errors import CollapseError, OutputError, UnsupportedError
 from collapse.options import Options
-from collapse.program import Program
 from collapse.survey import influence
-from collapse.trace import trace
 from tests.architectures import save_tiny
 from tests.command import Command
 
@@ -56,22 +53,6 @@ def run(model: Path, cache: Path, schema: dict[str, object] = SCHEMA, seed: int 
     """Measure all blocks and sublayers of a tiny model on drawn ids."""
     given = {"settings": SETTINGS, "tokens": TOKENS, **more}
     return influence(model, schema, Options(seed=seed), cache=cache, **given)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def traced_once() -> Iterator[None]:
-    """Trace each config once: these tests open the same two models again and again."""
-    known: dict[str, Program] = {}
-
-    def remembered(config: PreTrainedConfig) -> Program:
-        key = config.to_json_string()
-        if key not in known:
-            known[key] = trace(config)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collapse.pipeline.trace", remembered)
-        yield
 
 
 @pytest.fixture(scope="module")

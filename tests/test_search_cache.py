@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig
 
 from collapse import Options
 from collapse.analysis import store
@@ -27,7 +26,6 @@ from collapse.certify.losses import SequenceLoss
 from collapse.cli import _cache
 from collapse.errors import CollapseError
 from collapse.pipeline import make_plan
-from collapse.program import Program
 from collapse.search.alone import Alone
 from collapse.search.measure import Judge
 from collapse.search.memory import Content, Memory, key_of, remembering
@@ -35,7 +33,6 @@ from collapse.search.shapes import Shape, Uneven
 from collapse.search.sweep import Sweep
 from collapse.search.trials import FRACTIONS, sizes_of
 from collapse.search.units import Units
-from collapse.trace import trace
 from tests.command import Command
 from tests.test_export import LOG
 from tests.test_shrink import idle_llama
@@ -69,22 +66,6 @@ def plan(model: Path, options: Options, cache: Path | None, file: Path) -> dict[
     torch.set_num_threads(1)
     make_plan(model, LOG, replace(options, cache=cache), save=file)
     return {one.name.partition(".")[2]: one.read_bytes() for one in file.parent.glob(f"{file.stem}.*")}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def traced_once() -> Iterator[None]:
-    """Trace each config once: these tests open the same models again and again."""
-    known: dict[str, Program] = {}
-
-    def remembered(config: PreTrainedConfig) -> Program:
-        key = config.to_json_string()
-        if key not in known:
-            known[key] = trace(config)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("collapse.pipeline.trace", remembered)
-        yield
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,6 +14,7 @@ from collapse.budget import parse_budgets
 from collapse.checkpoint import Checkpoint
 from collapse.errors import PlanError
 from collapse.manifest import load_manifest
+from collapse.passes.shrink_task import Task
 from collapse.pipeline import Result, make_plan
 from collapse.plan import DropLayers, Narrow, Plan
 from collapse.report.data import Report
@@ -98,6 +100,24 @@ def test_in_the_free_layout_each_block_is_told(free: Result) -> None:
     assert point.by_block == {"neurons": told} and point.lost == {"neurons": sum(told.values())}
     assert point.bounds == () and point.held_out is not None
     assert point.held_out.kl == narrows[0].evidence.figures["kl"]
+
+
+@pytest.mark.parametrize("layout", ["native", "free"])
+def test_a_shape_is_counted_before_it_is_fitted(
+    layout: Literal["native", "free"], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLLAPSE_CACHE", str(tmp_path))  # what is counted here is of no use to others
+    counted = Task._counted
+    more = {"params": 0.01, "flops": 0.0, "decode": 0.0}  # than is reckoned
+    monkeypatch.setattr(
+        Task, "_counted", lambda self, shape: {name: value + more[name] for name, value in counted(self, shape).items()}
+    )
+    options = Options(passes=("neurons",), budgets=parse_budgets("params=-5%"), layout=layout)
+    path = make_plan(llama, LOG, options).report.search
+    assert path is not None
+    (point,) = path.points
+    assert point.taken and point.counted["params"] <= 0.95
+    assert point.shares["params"] == pytest.approx(point.counted["params"] - 0.01, abs=1e-6)
 
 
 def test_where_nothing_is_taken_the_path_says_why(llama: Path) -> None:

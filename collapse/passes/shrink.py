@@ -25,6 +25,7 @@ from collapse.search.walk import Point
 
 STEPS = (0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.8)  # of the blocks' parameters
 FARTHEST = 0.5  # nats a token: where no KL is given, the walk ends here
+Sizes = Mapping[str, float]  # what is left of each size, as shares
 CLOSER = 4  # how often a size is aimed at a bit lower until the counted one is right
 
 
@@ -82,7 +83,7 @@ class Shrinking:
     def _measured(self, task: Task, trail: Trail) -> Proposal:
         """Meet budgets of sizes: halfway first where blocks and groups may go, which are chosen in small steps."""
         wanted = {one.metric: 1 + one.limit for one in task.context.budgets}
-        aim = dict(wanted)
+        aim = wanted if task.walk.in_steps else _aimed(task, wanted)
         for _ in range(CLOSER):
             levels = [_halfway(aim), aim] if task.walk.in_steps else [aim]
             path = list(trail.noted(task.walk.points(levels, task.allowed)))
@@ -96,7 +97,7 @@ class Shrinking:
                 losses = trail.judged(task.losses(path[-1]))
                 trail.taken(len(trail.points) - 1)
                 return _taken(task, path, measurement(losses, sizes["params"]), sizes)
-            aim = {metric: aim[metric] - max(0.0, sizes[metric] - limit) for metric, limit in wanted.items()}
+            aim = _closer(aim, sizes, wanted)
         return Proposal(
             skipped=(self._skipped(f"{self.name} alone were not found to make it that small", path_figures(path)),)
         )
@@ -130,6 +131,25 @@ def _none_met(tests: Sequence[Certificate], trail: Trail) -> str:
             f"the first step loses {trail.points[0].kl:.4g} nats a token on the text that chose, too much to be judged"
         )
     return "no native shape is smaller" if trail.task.context.layout == "native" else "no shape is smaller"
+
+
+def _aimed(task: Task, wanted: Sizes) -> Sizes:
+    """Return a level whose shape counts as small as is wanted, or the last one tried; it is fitting that costs."""
+    aim = wanted
+    for _ in range(CLOSER):
+        shape = task.walk.shape(aim)
+        if shape is None or not task.allowed(shape):
+            break
+        sizes = task.sizes(shape)
+        if all(sizes[metric] <= limit for metric, limit in wanted.items()):
+            break
+        aim = _closer(aim, sizes, wanted)
+    return aim
+
+
+def _closer(aim: Sizes, sizes: Sizes, wanted: Sizes) -> Sizes:
+    """Aim lower by what was counted too much."""
+    return {metric: aim[metric] - max(0.0, sizes[metric] - limit) for metric, limit in wanted.items()}
 
 
 def _halfway(level: Mapping[str, float]) -> dict[str, float]:

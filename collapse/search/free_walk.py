@@ -57,7 +57,7 @@ class FreeWalk:
     def points(self, levels: Iterable[Mapping[str, float]], allowed: Callable[[Shape], bool]) -> Iterator[Point]:
         """Yield the shape of each level, ever smaller; ends where all that may go is not enough."""
         for level in levels if self.units or self.maps.kinds else ():
-            shape = self._shape(level)
+            shape = self.shape(level)
             if shape is None or not allowed(shape):
                 return
             yield self._point(shape)
@@ -70,7 +70,7 @@ class FreeWalk:
 
         return Point.measured(shape, lost_of(shape, self.units), 1, fit, self.judge, self.memory)
 
-    def _shape(self, level: Mapping[str, float]) -> Uneven | None:
+    def shape(self, level: Mapping[str, float]) -> Uneven | None:
         """Return the shape for the size that costs most to meet, if it meets the others too, more of it going if not.
 
         Units are worth as many parameters in each size, maps are not: attention takes FLOPs that no parameter counts.

@@ -116,6 +116,10 @@ class Walk:
             yield best
             before = best.shape
 
+    def shape(self, level: Mapping[str, float]) -> Shape | None:
+        """Return the shape of a level that needs no measuring to be chosen, as without steps."""
+        return self._filled(Shape(), level)
+
     def _neighbours(self, before: Shape, level: Mapping[str, float]) -> Iterator[Shape]:
         """Yield shapes at most as large as the level, each once."""
         tried: list[Shape] = []
