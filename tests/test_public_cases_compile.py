@@ -18,10 +18,10 @@ from collapse.analysis.activation import profile
 from collapse.analysis.stand_in import StandIn, short_circuited
 from collapse.checkpoint import Checkpoint
 from collapse.runtime.fuse import fuse
-from collapse.trace import trace
 from tests.architectures import tiny_config
 from tests.exported import EMBEDDING, KEPT
 from tests.tiny import erase, export, plan_for, tiny_llama, vocabulary
+from tests.traces import afresh
 
 SITE = "model.layers.1.mlp"
 IDS = torch.tensor([[5, 8, 13, 21, 34, 5, 8]])
@@ -79,7 +79,7 @@ def test_b27_a_model_compiled_before_the_collapse_and_one_compiled_after_it_do_n
     eager = model(IDS).logits
     compiled = compiled_by(model, backend)
     assert torch.equal(compiled(IDS).logits, eager)
-    trace(tiny_config("llama", num_hidden_layers=1), dynamic=False, batch=1, new=5, past=3)
+    afresh(tiny_config("llama", num_hidden_layers=1), dynamic=False, batch=1, new=5, past=3)
     out = export(source, plan_for(source, erase("old.bias"), vocabulary(KEPT, EMBEDDING)), tmp_path / "out")
     collapsed, twin = load(out.root), load(out.root, guard="off")
     expected = twin(NEW_IDS).logits

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import GenerationConfig
 
-from collapse.errors import CollapseError
+from collapse.errors import CollapseError, UnsupportedError
+from collapse.passes.base import Context
+from collapse.passes.shrink_task import _with_written
 from collapse.search.memory import Memory, remembering
 from collapse.search.written import BEGUN, LEAST, TOGETHER, can_write, written
 from tests.healing import drawn_windows, source_model
@@ -50,6 +55,47 @@ def test_a_text_does_not_end_before_its_length() -> None:
     assert found.shape == (4, 48)
 
 
+OWN_FIELDS: list[dict[str, object]] = [
+    {"use_cache": False}, {"repetition_penalty": 1.5}, {"num_beams": 2}, {"suppress_tokens": [1, 2, 3]},
+    {"num_return_sequences": 2}, {"stop_strings": ["a"]}, {"return_dict_in_generate": True}, {"max_time": 1e-9},
+    {"max_length": 4}, {"typical_p": 0.5}, {"token_healing": True}, {"cache_implementation": "quantized"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [*OWN_FIELDS, None], ids=lambda fields: next(iter(fields)) if fields else "none")
+def test_what_generation_config_says_does_not_matter(fields: dict[str, object] | None) -> None:
+    windows = drawn_windows(2).repeat(1, 3)[:, : BEGUN + 6]
+    plain, before = write(windows), MODEL.generation_config
+    lengths: list[int] = []
+    hook = MODEL.get_input_embeddings().register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    own = None if fields is None else GenerationConfig()
+    for name, value in (fields or {}).items():
+        setattr(own, name, value)  # a file may say what the constructor refuses
+    MODEL.generation_config = own
+    try:
+        assert torch.equal(write(windows), plain)
+        assert MODEL.generation_config is own
+    finally:
+        hook.remove()
+        MODEL.generation_config = before
+    assert lengths == [BEGUN, *[1] * 5], "each token is read once"
+
+
+def test_a_model_that_cannot_say_why_is_an_error_and_is_fitted_to_the_corpus_alone() -> None:
+    model, windows = source_model(), drawn_windows(4).repeat(1, 3)[:, :20]
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(torch.nan)
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM: cannot write text to fit to \(probability"):
+        written(model, windows, lambda done, of: None)
+    context = cast(Context, SimpleNamespace(progress=lambda what, done, of: None))
+    fitting, (reason,) = _with_written(context, model, windows, Memory.empty(), "neurons")
+    assert torch.equal(fitting, windows)
+    assert (reason.pass_name, reason.site) == ("neurons", "model")
+    assert reason.reason.startswith("fitted to the corpus alone: LlamaForCausalLM: cannot write text")
+    more, none = _with_written(context, MODEL, windows, Memory.empty(), "neurons")
+    assert more.shape == (6, 20) and torch.equal(more[:4], windows) and none == ()
+
+
 def test_one_seed_gives_one_text_and_leaves_the_generator_alone() -> None:
     windows = drawn_windows(TOGETHER + 2).repeat(1, 3)[:, : BEGUN + 4]
     torch.manual_seed(5)
@@ -68,15 +114,15 @@ def test_only_a_model_that_generates_can_write() -> None:
 def test_it_is_written_once_and_kept(tmp_path: Path) -> None:
     ids, shape = [[1, 2], [3, 4]], (2, 2)
     with remembering(tmp_path, {"source": "a"}) as memory:
-        assert memory.written(shape, lambda: ids) == ids
+        assert memory.written(shape, 6, lambda: ids) == ids
     with remembering(tmp_path, {"source": "a"}) as memory:
-        assert memory.written(shape, lambda: [[5]]) == ids
-    assert Memory.empty().written((1, 1), lambda: [[5]]) == [[5]]
+        assert memory.written(shape, 6, lambda: [[5]]) == ids
+    assert Memory.empty().written((1, 1), 6, lambda: [[5]]) == [[5]]
 
 
-def test_kept_text_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_kept_text_of_another_shape_or_of_other_ids_is_refused(tmp_path: Path) -> None:
     with remembering(tmp_path, {"source": "a"}) as memory:
-        memory.written((2, 2), lambda: [[1, 2], [3, 4]])
-    for shape in ((3, 2), (2, 3)):
+        memory.written((2, 2), 6, lambda: [[1, 2], [3, 4]])
+    for shape, ids in (((3, 2), 6), ((2, 3), 6), ((2, 2), 4)):
         with remembering(tmp_path, {"source": "a"}) as memory, pytest.raises(CollapseError, match="another shape"):
-            memory.written(shape, lambda: [[5]])
+            memory.written(shape, ids, lambda: [[5]])

@@ -19,6 +19,9 @@ UNWRITTEN = ("_attn_implementation", "_experts_implementation")  # what a config
 Trace = Callable[..., Program]
 
 
+afresh = trace  # for tests of what tracing itself does to others
+
+
 def remember_traces() -> None:
     """Let all of collapse trace with a memory, in this process: whoever has imported `trace`, and whoever will."""
     memory = remembering(trace)

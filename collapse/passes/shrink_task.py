@@ -21,6 +21,7 @@ from collapse.canonical import digest
 from collapse.certify.losses import SequenceLoss
 from collapse.certify.metrics import Design
 from collapse.dtypes import FLOATS
+from collapse.errors import UnsupportedError
 from collapse.passes.base import Context, Proposal
 from collapse.passes.shrink_experts import mixtures_of
 from collapse.passes.shrink_places import mappable, tried_kinds
@@ -81,10 +82,12 @@ def texts_of(context: Context) -> Texts | None:
     return found if all(len(one) for one in (found.fitting, found.choosing, found.held_out)) else None
 
 
-def _with_written(context: Context, model: PreTrainedModel, windows: Tensor, memory: Memory) -> Tensor:
-    """Return the windows to fit to, and those that the source writes after the beginnings of some."""
+def _with_written(
+    context: Context, model: PreTrainedModel, windows: Tensor, memory: Memory, move: str
+) -> tuple[Tensor, tuple[Skipped, ...]]:
+    """Return the windows to fit to with those that the source writes after some beginnings, or why it writes none."""
     if not can_write(model):
-        return windows
+        return windows, ()
     begun = windows[::WRITTEN_EVERY]
 
     def write() -> list[list[int]]:
@@ -94,7 +97,12 @@ def _with_written(context: Context, model: PreTrainedModel, windows: Tensor, mem
         return ids
 
     count, length = begun.shape
-    return torch.cat([windows, torch.tensor(memory.written((count, length), write), dtype=torch.long)])
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    try:
+        more = memory.written((count, length), rows, write)
+    except UnsupportedError as error:
+        return windows, (Skipped(pass_name=move, site="model", reason=f"fitted to the corpus alone: {error}"),)
+    return torch.cat([windows, torch.tensor(more, dtype=torch.long)]), ()
 
 
 def judging(context: Context, held_out: Tensor) -> Tensor:
@@ -134,7 +142,7 @@ class Task:
         origin = Origin(context.checkpoint, context.config, context.program, layers, units, mixtures)
         dtypes = {one.reader: origin.dtype_of_reader(one) for one in units}
         dtypes |= {place.site: origin.dtype_of_site(place.site) for place in places.found}
-        fitting = _with_written(context, model, texts.fitting, memory)
+        fitting, unwritten = _with_written(context, model, texts.fitting, memory, moves[0])
         sweep = Sweep(model, layers, units, fitting, places=places.found, dtypes=dtypes)
         choosing = Judge.of(runs, texts.choosing)
         walk: Walk | FreeWalk
@@ -146,7 +154,7 @@ class Task:
         else:
             order = _order(context, runs, layers, texts, memory) if "layers" in moves else Order(())
             walk = Walk(sweep, choosing, prices, units, order, context.progress, memory, mixtures)
-        left = (*left_alone, *places.skipped, *whole)
+        left = (*left_alone, *places.skipped, *whole, *unwritten)
         return cls(context, origin, walk, Judge.of(runs, judging(context, texts.held_out)), left, before, memory)
 
     @property

@@ -42,6 +42,10 @@ class Content(store.Content):
     written: list[list[Token]] = Field(default_factory=list, description="ids that the source wrote, to fit to")
 
 
+def _is_text(found: list[list[int]], shape: tuple[int, int], ids: int) -> bool:
+    return len(found) == shape[0] and all(len(one) == shape[1] and max(one) < ids for one in found)
+
+
 class Memory:
     """Measures what it does not know yet, and keeps it at once. A figure that is not finite is not kept."""
 
@@ -95,17 +99,21 @@ class Memory:
             self._save()
         return dict(self._content.shares[key])
 
-    def written(self, shape: tuple[int, int], write: Callable[[], Iterable[Iterable[int]]]) -> list[list[int]]:
-        """Return the sequences that the source writes: so many of so many tokens.
+    def written(
+        self, shape: tuple[int, int], ids: int, write: Callable[[], Iterable[Iterable[int]]]
+    ) -> list[list[int]]:
+        """Return the sequences that the source, of so many `ids`, writes: so many of so many tokens.
 
         Raises `CollapseError` where those that are kept are not.
         """
         kept = self._content.written
         if not kept:
-            kept.extend(list(ids) for ids in write())
+            found = [list(one) for one in write()]
+            assert _is_text(found, shape, ids)
+            kept.extend(found)
             self._save()
-        elif (len(kept), {len(ids) for ids in kept}) != (shape[0], {shape[1]}):
-            raise self._store.refused("its written text is of another shape")
+        elif not _is_text(kept, shape, ids):
+            raise self._store.refused("its written text is of another shape, or not of the model's ids")
         return kept
 
     def _save(self) -> None:

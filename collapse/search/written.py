@@ -7,17 +7,21 @@ data (Liu et al., 2023, "LLM-QAT"). It is fitted to as the user's text is; it ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
+from collapse.errors import UnsupportedError
+from collapse.trace import quiet
+
 BEGUN = 16  # tokens of each sequence that are given; the shorter, the more kinds of text come of it
 TEMPERATURE = 1.0
 LEAST = 0.05  # of the likeliest token's probability: what is less likely is not drawn (min-p), it ends in noise
-TOGETHER = 64  # sequences at a time
+TOGETHER = 16  # sequences at a time: each has a cache of keys and values in fp32
 
 Progress = Callable[[int, int], None]
 
@@ -31,7 +35,7 @@ def written(model: PreTrainedModel, windows: Tensor, progress: Progress, seed: i
     """Return sequences that begin as `windows`, ids [n, tokens], do, and that the model goes on with.
 
     They are as long as the windows: where the model would end a text, it goes on. Equal seeds give equal sequences on
-    one machine; the state of torch's generator stays as it was.
+    one machine; the state of torch's generator stays as it was. Raises `UnsupportedError` where the model cannot.
     """
     if not len(windows):
         return windows
@@ -42,10 +46,35 @@ def written(model: PreTrainedModel, windows: Tensor, progress: Progress, seed: i
         max_new_tokens=more, min_new_tokens=more, pad_token_id=0,
     )  # fmt: skip
     found: list[Tensor] = []
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _own_distribution(model), quiet():
         torch.manual_seed(seed)
         parts = torch.split(windows[:, :begun], TOGETHER)
         for done, ids in enumerate(parts, 1):
-            found.append(model.generate(ids, generation_config=asked, attention_mask=torch.ones_like(ids)))
+            found.append(_gone_on(model, ids, asked))
             progress(done, len(parts))
     return torch.cat(found)
+
+
+def _gone_on(model: PreTrainedModel, ids: Tensor, asked: GenerationConfig) -> Tensor:
+    try:
+        found: Tensor = model.generate(ids, generation_config=asked, attention_mask=torch.ones_like(ids))
+    except Exception as error:  # a model's own code runs here: logits without a number, say
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise UnsupportedError(f"cannot write text to fit to ({reason})", where=type(model).__name__) from error
+    if found.shape != (len(ids), ids.shape[1] + int(asked.max_new_tokens or 0)):
+        raise UnsupportedError("writes text of another length than asked for", where=type(model).__name__)
+    return found
+
+
+@contextmanager
+def _own_distribution(model: PreTrainedModel) -> Iterator[None]:
+    """Let nothing of a model's generation_config in, such as a repetition penalty or `use_cache: false`.
+
+    What a call leaves open comes from there, and there is no value that says: as if it were not there.
+    """
+    own = model.generation_config
+    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id if own else None)
+    try:
+        yield
+    finally:
+        model.generation_config = own
