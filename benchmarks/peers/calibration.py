@@ -13,6 +13,7 @@ from benchmarks.peers.moments import Moments, moments
 from benchmarks.peers.streams import Turns, turns
 from benchmarks.peers.structure import Structure
 from benchmarks.peers.text import LENGTH
+from collapse.passes.shrink_task import WRITTEN_EVERY
 from collapse.search.map_trials import MapTrials
 from collapse.search.maps import kinds_for
 from collapse.search.options import MapTrial, keeping_one
@@ -47,9 +48,8 @@ class Calibration:
 
     @cached_property
     def fitting(self) -> torch.Tensor:
-        """What `collapse` fits to: every second row, and as many that the source writes after their beginnings."""
-        own = self.ids[::2]
-        return torch.cat([own, written(self.model, own[: len(self.ids) - len(own)], lambda done, of: None)])
+        """What `collapse` fits to: all rows, and what the source writes after the beginning of every second one."""
+        return torch.cat([self.ids, written(self.model, self.ids[::WRITTEN_EVERY], lambda done, of: None)])
 
     @cached_property
     def trials(self) -> tuple[Trial, ...]:
