@@ -20,7 +20,8 @@ from collapse.rewrite.origin import source_name
 from collapse.rewrite.tensors import erased_names, output_name
 from collapse.testing import assert_erased
 from tests.command import Command
-from tests.tiny import PROVED, erase, export, plan_for, tiny_llama
+from tests.exported import EMBEDDING, KEPT
+from tests.tiny import PROVED, erase, export, plan_for, tiny_llama, vocabulary
 
 NAMES = tuple(f"model.layers.{layer}.self_attn.extra_bias.table" for layer in (0, 1))
 SITE = "*.extra_bias*"
@@ -194,3 +195,16 @@ def test_the_probe_needs_no_torch() -> None:
     root = str(Path(__file__).parent.parent)
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
     assert found.stdout == "False\n"
+
+
+def test_a_planned_export_is_written_without_torch(llama: Checkpoint, tmp_path: Path) -> None:
+    plan_for(llama, vocabulary(KEPT, EMBEDDING)).save(tmp_path / "plan.json")
+    code = (
+        "import sys; from pathlib import Path; from tests.fault_server import export\n"
+        "export(*map(Path, sys.argv[1:]), 30_000); print('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(llama.root), str(tmp_path / "plan.json"), str(tmp_path / "out")]
+    root = str(Path(__file__).parent.parent)
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    assert found.stdout == "False\n"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == len(KEPT)

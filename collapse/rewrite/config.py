@@ -46,22 +46,24 @@ def _edited(config: Mapping[str, Any], rewrites: Sequence[Rewrite]) -> dict[str,
 
 
 def _spelled(config: Mapping[str, Any], edits: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the edits, and the same of fields that stand there under another name, which transformers renames.
+    """Return the edits, and the same of a field that stands there under another name, which transformers renames.
 
     A reader that knows only the other name would take the old number.
     """
-    if not edits:
-        return {}
-    from transformers import CONFIG_MAPPING  # it brings torch, which a probe does without
-
     found = dict(edits)
     for path, value in edits.items():
         *parents, field = path.split(".")
         part: Any = config
         for name in parents:
             part = part.get(name) if isinstance(part, Mapping) else None
-        if isinstance(part, Mapping) and part.get("model_type") in CONFIG_MAPPING:
-            names = CONFIG_MAPPING[part["model_type"]].attribute_map.items()
-            others = [name for name, real in names if real == field and name in part]
+        if isinstance(part, Mapping) and field not in part:
+            others = [name for name in _other_names(part.get("model_type"), field) if name in part]
             found |= {".".join((*parents, name)): value for name in others}
     return found
+
+
+def _other_names(kind: object, field: str) -> list[str]:
+    from transformers import CONFIG_MAPPING  # it brings torch, which a writer or a probe does without
+
+    names = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    return [name for name, real in names.items() if real == field]
