@@ -146,12 +146,23 @@ def test_a_smaller_cap_on_rates_is_tighter_and_is_said():
 # --- sharing delta -------------------------------------------------------------------------------------
 
 
-def test_metrics_and_tries_share_delta():
-    alone = certify(MILD, parse_budgets("kl<=0.02"), replace(DESIGN, delta=0.05 / 6))
+def test_tries_share_delta_and_metrics_do_not():
+    alone = certify(MILD, parse_budgets("kl<=0.02"), replace(DESIGN, delta=0.05 / 3))
     shared = certify(MILD, parse_budgets("kl<=0.02,flips<=2%,params=-30%"), DESIGN, tries=3)
     assert shared.bounds[0] == alone.bounds[0]
     assert len(shared.bounds) == 2, "a size is no matter of statistics"
-    assert shared.delta == 0.05 and "each bound at delta / 6" in shared.to_evidence().method
+    method = shared.to_evidence().method
+    assert shared.delta == 0.05 and "each at delta / 3; all budgets together at the same" in method
+    assert "intersection-union" not in alone.to_evidence().method
+
+
+def test_a_budget_that_is_met_does_not_help_another_that_is_not():
+    sequences = even(kl=2.56)
+    (bound,) = bounds(sequences, "kl<=1").bounds
+    assert bound.upper is not None
+    tight = f"kl<={math.nextafter(bound.upper, 0):.17g}"
+    assert not bounds(sequences, f"{tight},flips<=50%").met
+    assert bounds(sequences, f"kl<={math.nextafter(bound.upper, 1):.17g},flips<=50%").met
 
 
 def harder(plans: int, asked: list[int]) -> Iterator[list[SequenceLoss]]:

@@ -44,9 +44,12 @@ class Bound(Record):
 class Certificate(Record):
     """What is known of one plan's losses from held-out text that chose nothing.
 
-    All bounds hold together but with probability `delta`, which they share in equal parts (Bonferroni), also with
-    `tries` plans that were tried on the same text. `rank` is the plan's place in a fixed sequence of tests, which
-    shares nothing: there `met` is certified, while the bounds themselves are not those of all plans together.
+    Each bound is wrong with a probability of at most `delta`, shared in equal parts (Bonferroni) by `tries` plans that
+    were tried on the same text. That every budget is met, as `met` says, is then wrong no more often: to say so all of
+    their tests must agree, so one budget that is not met is enough to be found out by its own (the intersection-union
+    test, Berger 1982). That all bounds hold together is not said. `rank` is the plan's place in a fixed sequence of
+    tests, which shares nothing: there `met` is certified, while the bounds themselves are not those of all plans
+    together.
     """
 
     bounds: tuple[Bound, ...] = Field(min_length=1)
@@ -91,7 +94,7 @@ def certify(
     losses = [budget for budget in budgets if budget.kind == "loss"]
     if not losses or tries < 1:
         raise PlanError("there is no budget of a loss to certify", fix="give one, for example kl<=0.02")
-    delta = design.delta / (len(losses) * tries)
+    delta = design.delta / tries
     tokens = sum(sequence.tokens for sequence in sequences)
     return Certificate(
         bounds=tuple(_bound(sequences, budget, design, delta) for budget in losses),
@@ -167,11 +170,13 @@ def _claim(certificate: Certificate) -> str:
 
 
 def _method(certificate: Certificate) -> str:
-    shared = len(certificate.bounds) * certificate.tries
+    shared = f" / {certificate.tries}" if certificate.tries > 1 else ""
     parts = [
         f"{certificate.method} bound over {certificate.sequences} sequences that chose nothing",
-        f"each bound at delta / {shared}" if shared > 1 else "at delta",
+        f"{'each ' if len(certificate.bounds) > 1 else ''}at delta{shared}",
     ]
+    if len(certificate.bounds) > 1:
+        parts.append("all budgets together at the same (intersection-union)")
     if certificate.tries > 1:
         parts.append(f"{certificate.tries} plans share the text (Bonferroni)")
     if certificate.rank > 1:
