@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from collapse.errors import CollapseError, UnsupportedError
 from collapse.passes.base import Context
 from collapse.passes.shrink_task import _with_written
 from collapse.search.memory import Memory, remembering
-from collapse.search.written import BEGUN, LEAST, TOGETHER, can_write, written
+from collapse.search.written import BEGUN, LEAST, TOGETHER, can_write, together, written
 from tests.healing import drawn_windows, source_model
 
 MODEL = source_model()
@@ -105,6 +105,22 @@ def test_one_seed_gives_one_text_and_leaves_the_generator_alone() -> None:
     torch.manual_seed(6)
     assert torch.equal(write(windows), first)
     assert not torch.equal(write(windows, seed=1), first)
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "weights", "expected"),
+    [
+        (2, 64, 1 << 20, TOGETHER),  # 0.25 MiB a sequence
+        (30, 576, 540 << 20, 30),  # 34 MiB in 1 GiB
+        (32, 4096, 25 << 30, 25),  # 256 MiB in a quarter of 25 GiB
+        (80, 8192, 1 << 30, 1),
+    ],
+)
+def test_caches_take_a_gibibyte_or_a_quarter_of_the_weights(
+    layers: int, width: int, weights: int, expected: int
+) -> None:
+    config = LlamaConfig(num_hidden_layers=layers, hidden_size=width)
+    assert together(config, weights, 256) == expected
 
 
 def test_only_a_model_that_generates_can_write() -> None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import prod
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.generation.utils import GenerationMixin
 
 from collapse.errors import UnsupportedError
@@ -21,7 +22,8 @@ from collapse.trace import quiet
 BEGUN = 16  # tokens of each sequence that are given; the shorter, the more kinds of text come of it
 TEMPERATURE = 1.0
 LEAST = 0.05  # of the likeliest token's probability: what is less likely is not drawn (min-p), it ends in noise
-TOGETHER = 16  # sequences at a time: each has a cache of keys and values in fp32
+TOGETHER = 64  # sequences at a time at most
+ROOM = 1 << 30  # bytes that the caches of those may take, or a quarter of what the weights do
 
 Progress = Callable[[int, int], None]
 
@@ -48,11 +50,23 @@ def written(model: PreTrainedModel, windows: Tensor, progress: Progress, seed: i
     found: list[Tensor] = []
     with torch.random.fork_rng(devices=[]), _own_distribution(model), quiet():
         torch.manual_seed(seed)
-        parts = torch.split(windows[:, :begun], TOGETHER)
+        weights = sum(one.numel() * one.element_size() for one in model.parameters())
+        parts = torch.split(windows[:, :begun], together(model.config, weights, windows.shape[1]))
         for done, ids in enumerate(parts, 1):
             found.append(_gone_on(model, ids, asked))
             progress(done, len(parts))
     return torch.cat(found)
+
+
+def together(config: PreTrainedConfig, weights: int, length: int) -> int:
+    """Return how many sequences of `length` tokens are written at a time, where the weights have so many bytes.
+
+    A cache of keys and values in fp32 is taken to be as wide as the residual stream: fewer heads have a smaller one.
+    """
+    text = config.get_text_config()
+    sizes = [getattr(text, name, None) for name in ("num_hidden_layers", "hidden_size")]
+    cache = 2 * 4 * length * prod(size if isinstance(size, int) else 1 << 10 for size in sizes)
+    return min(TOGETHER, max(1, max(weights // 4, ROOM) // cache))
 
 
 def _gone_on(model: PreTrainedModel, ids: Tensor, asked: GenerationConfig) -> Tensor:
