@@ -348,14 +348,21 @@ def test_the_tables_of_finished_models_say_what_the_records_say() -> None:
             or f"{first} % of the {said} with the vocabulary alone, {second} %" in text
         )
     (point,) = record_of("headline-smollm2-ascii.json")["points"]
-    bounds = {one["metric"]: one for one in point["bounds"]["bounds"]}
+    upper = {one["metric"]: f"{100 * one['upper']:.1f} %" for one in point["bounds"]["bounds"]}
     losses = point["losses"]
     assert (
-        f"{100 * point['sizes']['parameters'] / whole:.1f} % of the parameters, KL {losses['kl']:.3f}, "
-        f"regret {100 * losses['regret']:.1f} %, no confident flip."
-    ) in text and losses["confident_flips"] == 0
-    assert f"(the bound is {100 * bounds['regret']['upper']:.1f} %); that confident flips are is not" in text
-    assert f"(the bound is {100 * bounds['confident-flips']['upper']:.1f} %)" in text
+        f"{100 * point['sizes']['parameters'] / whole:.1f} % of the parameters, KL {losses['kl']:.3f}, regret "
+        f"{100 * losses['regret']:.1f} % and at most {upper['regret']}, confident flips "
+        f"{100 * losses['confident_flips']:.2f} % and at most {upper['confident-flips']}. "
+        "**Both budgets are certified.**"
+    ) in text and point["certified"]
+    for point in record_of("headline-smollm2-ascii-curve.json")["points"]:
+        upper = {one["metric"]: f"{one['upper']:.1%}" for one in point["bounds"]["bounds"]}
+        losses = point["losses"]
+        said = [f"{point['sizes']['parameters'] / whole:.1%}", f"{losses['kl']:.3f}"]
+        said += [f"{losses['regret']:.1%} ({upper['regret']})"]
+        said += [f"{losses['confident_flips']:.1%} ({upper['confident-flips']})"]
+        assert [one.replace("%", " %") for one in said] in [row[1:] for row in rows] and not point["certified"]
     scaling = record_of("scaling.json")["points"]
     seconds = [f"{one['cpu_seconds']:.0f}" for one in scaling if one["tokens"] == 32768]
     assert f"{seconds[0]}, {seconds[1]} and {seconds[2]} with 4, 8 and 16 layers" in text
