@@ -2,7 +2,7 @@
 
 Sequences are drawn independently: a system, and a line of it where the sequence starts. Which of the models meets the
 budgets is found by testing them from the largest to the smallest, an order that the text has no part in (learn then
-test). The bounds in the curve hold for all models together (Bonferroni).
+test). The bounds in the curve hold for all models together, metric by metric (Bonferroni).
 """
 
 from __future__ import annotations
