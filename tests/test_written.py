@@ -56,9 +56,9 @@ def test_a_text_does_not_end_before_its_length() -> None:
 
 
 OWN_FIELDS: list[dict[str, object]] = [
-    {"use_cache": False}, {"repetition_penalty": 1.5}, {"num_beams": 2}, {"suppress_tokens": [1, 2, 3]},
+    {"use_cache": False}, {"repetition_penalty": 50.0}, {"num_beams": 2}, {"suppress_tokens": [1, 2, 3]},
     {"num_return_sequences": 2}, {"stop_strings": ["a"]}, {"return_dict_in_generate": True}, {"max_time": 1e-9},
-    {"max_length": 4}, {"typical_p": 0.5}, {"token_healing": True}, {"cache_implementation": "quantized"},
+    {"typical_p": 0.5}, {"token_healing": True}, {"cache_implementation": "quantized"},
 ]  # fmt: skip
 
 
@@ -81,7 +81,7 @@ def test_what_generation_config_says_does_not_matter(fields: dict[str, object] |
     assert lengths == [BEGUN, *[1] * 5], "each token is read once"
 
 
-def test_a_model_that_cannot_say_why_is_an_error_and_is_fitted_to_the_corpus_alone() -> None:
+def test_a_model_that_cannot_write_says_why_and_is_fitted_to_the_corpus_alone() -> None:
     model, windows = source_model(), drawn_windows(4).repeat(1, 3)[:, :20]
     with torch.no_grad():
         model.get_output_embeddings().weight.fill_(torch.nan)
