@@ -19,7 +19,7 @@ from collapse.schema import InputSchema
 from collapse.sequences import Sequences
 from collapse.verdict import Verdict
 from collapse.verify import Settings, verify
-from collapse.verify.compare import EQ, Block, Continuation, compare_greedy, compare_logits
+from collapse.verify.compare import EQ, Block, Continuation, compare_greedy, compare_logits, rounding
 from collapse.verify.dynamic import dynamic_checks
 from collapse.verify.job import cuts, make_job
 from collapse.verify.samples import inside
@@ -325,6 +325,28 @@ def test_logits_agree_within_the_tolerance_only(reference: list[float], found: l
     outcome, example = compare_logits("x", [block(reference, found)], EQ, [10, 20])
     assert (outcome.passed, example is None) == (passed, passed)
     assert example is None or (example["id"], example["position"]) == (20, 1)
+
+
+@pytest.mark.parametrize(
+    ("own", "gap", "passed"),
+    [
+        (0.0, 1.2e-5, True),
+        (0.0, 1.4e-5, False),
+        (3.6e-5, 4.0e-5, True),  # Gemma 3 270M on a machine with AVX-512
+        (3.6e-5, 7.4e-5, False),
+        (8e-5, 9.9e-5, True),
+        (8e-5, 1.1e-4, False),
+        (3.0, 1.1e-4, False),  # a source whose cache is wrong excuses nothing
+        (float("nan"), 1.1e-4, False),
+    ],
+)
+def test_another_way_to_compute_may_differ_by_twice_what_the_source_s_pieces_do(
+    own: float, gap: float, passed: bool
+) -> None:
+    pieces = [block([0.0, 0.0], [0.0, 0.0]), block([0.0, 0.0], [own, 0.0])]
+    outcome, _ = compare_logits("x", [block([1.0, 2.0], [1.0, 2.0 + gap])], EQ.rounded(rounding(pieces)), [10, 20])
+    assert outcome.passed is passed
+    assert rounding([]) == 0
 
 
 @pytest.mark.parametrize(

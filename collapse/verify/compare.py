@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,18 +22,24 @@ DELTA = 0.05  # of the bound on the share of continuations that leave the kept t
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Two logits agree within `absolute + relative * |reference|`."""
+    """Two logits agree within `absolute + relative * |reference|`, and within `rounding` in any case."""
 
     absolute: float
     relative: float
+    rounding: float = 0.0
 
     def bound(self, reference: torch.Tensor) -> torch.Tensor:
         """Return the largest allowed difference from each reference value; a finite one, so that infinity fails."""
-        return self.absolute + self.relative * reference.abs().nan_to_num(nan=0.0, posinf=0.0)
+        bound = self.absolute + self.relative * reference.abs().nan_to_num(nan=0.0, posinf=0.0)
+        return bound.clamp(min=self.rounding)
 
     def widened(self, extra: float) -> Tolerance:
         """Return the tolerance for a claim that allows a difference of `extra`."""
-        return Tolerance(self.absolute + extra, self.relative)
+        return replace(self, absolute=self.absolute + extra)
+
+    def rounded(self, rounding: float) -> Tolerance:
+        """Return the tolerance for two ways to compute one function, of which the source's differ by `rounding`."""
+        return replace(self, rounding=rounding)
 
 
 EQ = Tolerance(1e-5, 1.3e-6)  # the same fp32 arithmetic, sums perhaps in another order
@@ -120,6 +126,17 @@ def compare_pieces(name: str, own: Sequence[Block], theirs: Sequence[Block]) -> 
     )
     worst = max(own, key=lambda block: float(_gap(block).max()), default=None)
     return check, None if passed or worst is None else _counterexample(name, worst, _gap(worst), None)
+
+
+def rounding(pieces: Iterable[Block]) -> float:
+    """Return what one function may differ by when it is computed in another way: twice what the source's logits do.
+
+    `pieces` pairs the source's whole sequences with its own pieces. How far rounding carries depends on the model and
+    the machine's kernels, so no constant fits all. At most it is what `OTHER_SHAPE` allows: a source that is at odds
+    with itself excuses nothing.
+    """
+    gaps = (float(_gap(block).max()) for block in pieces)
+    return min(2 * max(gaps, default=0.0), OTHER_SHAPE.absolute)
 
 
 def full_blocks(job: Job, reference: Observation, found: Observation) -> tuple[Block, ...]:

@@ -34,6 +34,7 @@ from collapse.verify.compare import (
     full_blocks,
     padded_blocks,
     piecewise,
+    rounding,
 )
 from collapse.verify.job import Job
 from collapse.verify.loading import one_line
@@ -86,7 +87,7 @@ def exact_check(
         seen = observe(ProgramRunner(*graph, watch), replace(new_job, cached=(), padded=(), prompts=()))
     except Exception as error:  # an operator that refuses what it is given raises many kinds
         return Check(name=name, passed=False, detail=f"the graph cannot be run: {one_line(error)}"), None
-    return compare_logits(name, full_blocks(job, before, seen), EQ, ids)
+    return compare_logits(name, full_blocks(job, before, seen), EQ.rounded(rounding(piecewise(job, before))), ids)
 
 
 def beside_source(job: Job, before: Observation, after: Observation) -> list[Finding]:

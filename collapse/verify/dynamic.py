@@ -39,6 +39,7 @@ from collapse.verify.compare import (
     full_blocks,
     padded_blocks,
     piecewise,
+    rounding,
 )
 from collapse.verify.computed import Exact, Weights, beside_source, exact_check, in_source_ids, rebuilt, says_of_source
 from collapse.verify.coverage import coverage
@@ -161,7 +162,7 @@ def _against_source(
     findings.append(compare_logits("logits: left padding", padded_blocks(job, before, after), tolerance, ids))
     own, theirs = list(piecewise(job, after)), list(piecewise(job, before))
     findings.append(compare_pieces("cache and padding", own, theirs))
-    findings.append(_greedy("greedy", before, after, plan, ids))
+    findings.append(_greedy("greedy", before, after, tolerance, ids))
     return findings
 
 
@@ -172,10 +173,9 @@ def _cached(job: Job, before: Observation, after: Observation, plan: Plan, ids: 
     return compare_logits("logits: cache", blocks, _tolerance(plan), ids)
 
 
-def _greedy(name: str, before: Observation, after: Observation, plan: Plan, ids: list[int]) -> Finding:
-    scale = max(float(logits.abs().max()) for logits in before.full)
-    tolerance = _tolerance(plan)
-    slack = 2 * (tolerance.absolute + tolerance.relative * scale)
+def _greedy(name: str, before: Observation, after: Observation, tolerance: Tolerance, ids: list[int]) -> Finding:
+    scale = max(logits.abs().max() for logits in before.full)
+    slack = 2 * float(tolerance.bound(scale))
     followed = before.greedy[: len(after.greedy)]  # the graph continues fewer prompts
     pairs = list(zip(followed, after.greedy, strict=True))
     return compare_greedy(name, pairs, ids, slack)
@@ -203,12 +203,13 @@ def _against_graph(
         return [(Check(name="graph", passed=None, detail=f"the graph cannot be run: {one_line(error)}"), None)]
     ids = columns or list(range(before.full[0].shape[1]))
     claimed, other = says_of_source(plan), OTHER_SHAPE.widened(allowed_difference(plan))
-    wide = _tolerance(plan)
+    noise = rounding(piecewise(job, before))
+    same, wide = EQ.rounded(noise), _tolerance(plan).rounded(noise)
     findings = []
     for way, blocks, own, theirs in (
-        ("prefill", full_blocks, EQ, wide),
+        ("prefill", full_blocks, same, wide),
         ("cache", cached_blocks, OTHER_SHAPE, other),
-        ("left padding", padded_blocks, EQ, wide),
+        ("left padding", padded_blocks, same, wide),
     ):
         if way != "cache" or graph.cached:
             findings.append(compare_logits(f"graph: {way}", blocks(job, graph, after), own, ids))
@@ -217,7 +218,7 @@ def _against_graph(
     if exact is not None:
         findings.append(exact_check(exact, job, new_job, before, ids, watch))
     said = before if claimed else in_source_ids(after, ids)
-    findings.append(_greedy("graph: greedy", said, graph, plan, ids))
+    findings.append(_greedy("graph: greedy", said, graph, wide, ids))
     if specialised is not None:
         findings += specialised_checks(job, new_job, specialised, weights, said, other, ids, watch)
     return findings
