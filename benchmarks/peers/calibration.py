@@ -13,7 +13,8 @@ from benchmarks.peers.moments import Moments, moments
 from benchmarks.peers.streams import Turns, turns
 from benchmarks.peers.structure import Structure
 from benchmarks.peers.text import LENGTH
-from collapse.passes.shrink_task import WRITTEN_EVERY
+from collapse.passes.shrink_task import WEIGHED, WRITTEN_EVERY, spread
+from collapse.search.fisher import Fisher
 from collapse.search.map_trials import MapTrials
 from collapse.search.maps import kinds_for
 from collapse.search.options import MapTrial, keeping_one
@@ -55,7 +56,14 @@ class Calibration:
     def trials(self) -> tuple[Trial, ...]:
         """What the units of each block cost alone: fitted to a row in four, measured on a quarter of other rows."""
         units = self.structure.units
-        return Trials(self.model, self.structure.layers, units, *self._tried_on).run(lambda done, of: None)
+        tries = Trials(self.model, self.structure.layers, units, *self._tried_on, metric=self.fisher.factor)
+        return tries.run(lambda done, of: None)
+
+    @cached_property
+    def fisher(self) -> Fisher:
+        """What an error in what readers write costs."""
+        readers = [units.reader for units in self.structure.units]
+        return Fisher(self.model, readers, spread(self.fitting, WEIGHED), lambda done, of: None)
 
     @cached_property
     def map_trials(self) -> tuple[MapTrial, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
@@ -13,6 +14,7 @@ from collapse.heal.settings import Settings
 from collapse.heal.train import heal
 from collapse.search.allocate import allocate
 from collapse.search.options import allocate_with_maps
+from collapse.search.places import Place
 from collapse.search.surgery import copy_sharing
 from collapse.search.sweep import Sweep
 
@@ -23,8 +25,7 @@ def native(calibration: Calibration, share: float) -> Removal:
     target = share * structure.decoder_parameters(calibration.model)
     neurons = [one for one in structure.units if one.kind == "neurons"]
     lost = math.ceil(target / sum(one.parameters for one in neurons))  # of every block: the native layout has one width
-    sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.fitting)
-    swept = sweep.run({one: one.size - lost for one in neurons}, (), lambda done, of: None)
+    swept = _sweep(calibration).run({one: one.size - lost for one in neurons}, (), lambda done, of: None)
     return Removal("collapse", made=swept.model)
 
 
@@ -33,8 +34,7 @@ def free(calibration: Calibration, share: float) -> Removal:
     if share not in calibration.fitted:
         structure = calibration.structure
         sizes = allocate(calibration.trials, share * structure.decoder_parameters(calibration.model))
-        sweep = Sweep(calibration.model, structure.layers, structure.units, calibration.fitting)
-        calibration.fitted[share] = sweep.run(sizes, (), lambda done, of: None).model
+        calibration.fitted[share] = _sweep(calibration).run(sizes, (), lambda done, of: None).model
     return Removal("collapse-free", made=calibration.fitted[share])
 
 
@@ -44,10 +44,16 @@ def maps(calibration: Calibration, share: float) -> Removal:
     worth = {one: one.place.parameters - one.kind.parameters(one.place.width) for one in calibration.map_trials}
     target = share * structure.decoder_parameters(calibration.model)
     shape = allocate_with_maps(calibration.trials, calibration.map_trials, target, worth)
-    sweep = Sweep(
-        calibration.model, structure.layers, structure.units, calibration.fitting, places=structure.places.found
-    )
+    sweep = _sweep(calibration, structure.places.found)
     return Removal("collapse-maps", made=sweep.run(shape.kept, (), lambda done, of: None, shape.maps).model)
+
+
+def _sweep(calibration: Calibration, places: Sequence[Place] = ()) -> Sweep:
+    structure = calibration.structure
+    return Sweep(
+        calibration.model, structure.layers, structure.units, calibration.fitting, places=places,
+        metric=calibration.fisher.factor,
+    )  # fmt: skip
 
 
 def healed(calibration: Calibration, share: float) -> Removal:

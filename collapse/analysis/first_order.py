@@ -8,8 +8,8 @@ tokens and units are taken as if they were independent: the figures rank, they d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collapse.analysis.backward import differentiable, send_back
 from collapse.analysis.observed import observe
 from collapse.analysis.sites import Group, Site
-from collapse.analysis.stand_in import uncompiled
-from collapse.errors import UnsupportedError
 
 Progress = Callable[[int, int], None]
 
@@ -83,9 +82,7 @@ def sweep(
     streams = {group.block: _Stream() for group in groups}
     meters = {group.key: _Meter(model, group, streams[group.block]) for group in groups}
     with ExitStack() as stack:
-        stack.enter_context(uncompiled())
-        stack.enter_context(_frozen(model))
-        stack.enter_context(_differentiable(model))
+        stack.enter_context(differentiable(model))
         for group in groups:
             if group.kind == "layers":
                 hook = model.get_submodule(group.module).register_forward_pre_hook(
@@ -94,50 +91,10 @@ def sweep(
                 stack.callback(hook.remove)
             stack.callback(observe(model, group, meters[group.key]).remove)
         for done, ids in enumerate(batches, 1):
-            _backward(model, ids, generator)
+            send_back(model, ids, generator)
             progress(done, len(batches))
     tokens = sum(ids.numel() for ids in batches)
     return {key: meter.sweep(tokens) for key, meter in meters.items()}
-
-
-def _backward(model: nn.Module, ids: Tensor, generator: torch.Generator) -> None:
-    """Send back the gradient of -log p of labels drawn from p, which is p less the label, position by position."""
-    with torch.enable_grad():
-        logits = model(input_ids=ids, use_cache=False).logits
-    gradient = logits.detach().float().softmax(-1)
-    rows = gradient.flatten(0, -2)
-    if not bool(rows.isfinite().all()):
-        raise UnsupportedError("the model's logits are not all finite, so nothing can be measured")
-    labels = torch.multinomial(rows, 1, generator=generator)
-    rows.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=rows.dtype))
-    logits.backward(gradient=gradient.to(logits.dtype))
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Compute no gradients of weights meanwhile."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in wanted:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in wanted:
-            parameter.requires_grad_(True)
-
-
-@contextmanager
-def _differentiable(model: Any) -> Iterator[None]:
-    """Let what comes out of the embedding, and all that follows from it, have a gradient."""
-
-    def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output.requires_grad_() if output.is_leaf else output
-
-    handle = model.get_input_embeddings().register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 class _Stream:

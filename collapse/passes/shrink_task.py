@@ -27,6 +27,7 @@ from collapse.passes.shrink_experts import mixtures_of
 from collapse.passes.shrink_places import mappable, tried_kinds
 from collapse.plan import Evidence, Plan, Rewrite, Skipped
 from collapse.rewrite.graph import rewrite_program
+from collapse.search.fisher import Fisher
 from collapse.search.free_walk import FreeWalk
 from collapse.search.map_trials import MapTrials
 from collapse.search.measure import Judge
@@ -48,6 +49,7 @@ WINDOW = 128  # tokens of a sequence to judge by: more of them, not longer ones,
 CHOOSING, HELD_OUT = 32, 512  # sequences; a rate of a hundredth is not certified with fewer
 MEASURED_EVERY = 4  # a mean without a bound is taken over one held-out sequence in so many
 STRETCH, EVERY = 8, 4  # of calibration blocks, every fourth stretch of eight chooses, the others fit
+WEIGHED = 32  # sequences to fit to on which the source is asked what an error costs
 FIT_EVERY, TRY_EVERY = 4, 8  # of the sequences one in so many, where single blocks are fitted and tried
 SIZE_OF = {"params": "params", "flops": "prefill_flops", "decode": "weight_bytes_per_decode_token"}
 Cutting = Callable[[Sequence[str], int, Callable[[str], Ids], int], Iterable[Ids]]
@@ -105,6 +107,18 @@ def _with_written(
     return torch.cat([windows, torch.tensor(more, dtype=torch.long)]), ()
 
 
+def _fisher(context: Context, model: PreTrainedModel, units: Sequence[Units], windows: Tensor) -> Fisher:
+    """Return what an error in what the readers of some units write costs, on some of the windows."""
+    told = "asking what errors cost"
+    readers = [one.reader for one in units]
+    return Fisher(model, readers, spread(windows, WEIGHED), lambda done, of: context.progress(told, done, of))
+
+
+def spread(windows: Tensor, count: int) -> Tensor:
+    """Return up to `count` of the windows, evenly spaced."""
+    return windows[:: max(1, -(-len(windows) // count))]
+
+
 def judging(context: Context, held_out: Tensor) -> Tensor:
     """Return the held-out sequences that judge: all where losses are to be certified, fewer where they are measured."""
     return held_out if any(one.kind == "loss" for one in context.budgets) else held_out[::MEASURED_EVERY]
@@ -119,15 +133,17 @@ def _windows(context: Context, blocks: Sequence[str], count: int, length: int, c
 
 @dataclass(frozen=True)
 class Task:
-    """One search: `left_alone` are units that cannot be narrowed, and sublayers without maps, with the reasons."""
+    """One search: `left_out` are units that cannot be narrowed, sublayers without maps and so on, with the reasons."""
 
     context: Context
+    moves: tuple[str, ...]
     origin: Origin
     walk: Walk | FreeWalk
     judge: Judge
-    left_alone: tuple[Skipped, ...]
+    left_out: tuple[Skipped, ...]
     before: Cost
     memory: Memory
+    fisher: Fisher
 
     @classmethod
     def of(cls, context: Context, layers: Layers, moves: Sequence[str], texts: Texts, memory: Memory) -> Task:
@@ -143,19 +159,29 @@ class Task:
         dtypes = {one.reader: origin.dtype_of_reader(one) for one in units}
         dtypes |= {place.site: origin.dtype_of_site(place.site) for place in places.found}
         fitting, unwritten = _with_written(context, model, texts.fitting, memory, moves[0])
-        sweep = Sweep(model, layers, units, fitting, places=places.found, dtypes=dtypes)
+        fisher = _fisher(context, model, units, fitting)
+        sweep = Sweep(model, layers, units, fitting, places=places.found, dtypes=dtypes, metric=fisher.factor)
         choosing = Judge.of(runs, texts.choosing)
         walk: Walk | FreeWalk
         if context.layout == "free":
             some = fitting[::FIT_EVERY], texts.choosing[::TRY_EVERY]
-            trials = Trials(model, layers, units, *some)
+            trials = Trials(model, layers, units, *some, metric=fisher.factor)
             maps = MapTrials(model, layers, tried_kinds(places, moves), *some)
             walk = FreeWalk(sweep, choosing, prices, units, trials, maps, places.attentions, context.progress, memory)
         else:
             order = _order(context, runs, layers, texts, memory) if "layers" in moves else Order(())
             walk = Walk(sweep, choosing, prices, units, order, context.progress, memory, mixtures)
         left = (*left_alone, *places.skipped, *whole, *unwritten)
-        return cls(context, origin, walk, Judge.of(runs, judging(context, texts.held_out)), left, before, memory)
+        judge = Judge.of(runs, judging(context, texts.held_out))
+        return cls(context, tuple(moves), origin, walk, judge, left, before, memory, fisher)
+
+    @property
+    def left_alone(self) -> tuple[Skipped, ...]:
+        """What was left out of the search, and out of its choices, with the reasons."""
+        if self.fisher.reason is None:
+            return self.left_out
+        reason = f"what goes is chosen as if all that a reader writes counted alike: {self.fisher.reason}"
+        return (*self.left_out, Skipped(pass_name=self.moves[0], site="model", reason=reason))
 
     @property
     def design(self) -> Design:

@@ -8,7 +8,7 @@ kind the fit decides, elsewhere the source does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,13 @@ from torch import Tensor
 RIDGE = 0.3  # of each input's own energy; less lets a fit to few systems' logs run away on those of others
 FLOOR = 1e-4  # of the mean energy, so that an input that is never used keeps the source's column
 ROUNDS = 24  # of elimination: what goes in one round is judged together, before the rest is solved again
+
+
+Metric = Callable[[str], Tensor | None]  # the factor of the metric of what the module at a path writes
+
+
+def plain(_: str) -> None:
+    """Return no metric: all that a module writes counts alike."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,10 @@ class Normal:
         """Return the weight [out, kept inputs] of least squares that reads only the inputs `kept`."""
         found: Tensor = torch.linalg.solve(self.gram[kept][:, kept], self.cross[kept]).T
         return found
+
+    def seen_by(self, factor: Tensor | None) -> Normal:
+        """Return the equations of `Y L`, whose residuals count as the metric L L^T has it; `factor` is L [out, out]."""
+        return self if factor is None else Normal(self.gram, self.cross @ factor.double())
 
 
 def normal_equations(pairs: Iterable[tuple[Tensor, Tensor]]) -> Normal:

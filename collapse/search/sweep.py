@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from collapse.analysis.layers import Layers
 from collapse.search.alone import ROWS
 from collapse.search.calls import Call, block_calls, inputs_of, watched
-from collapse.search.least_squares import RIDGE, eliminate, normal_equations, pulled
+from collapse.search.least_squares import RIDGE, Metric, eliminate, normal_equations, plain, pulled
 from collapse.search.maps import Fit, MapKind, module_of
 from collapse.search.places import Place
 from collapse.search.surgery import copy_sharing, drop_blocks, narrow_units, put, put_module
@@ -64,7 +64,8 @@ class Sweep:
 
     `units` are those of every block in the order in which a block runs them, `places` the sublayers that maps may
     stand in for. `dtypes` says as what the files will hold what is fitted, by the path of a reader or a place: it is
-    rounded to that at once, so that what is measured is what is written, and later fits make up for it too.
+    rounded to that at once, so that what is measured is what is written, and later fits make up for it too. Units go by
+    what the residual grows by in the `metric` of what their reader writes.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class Sweep:
         ridge: float = RIDGE,
         places: Sequence[Place] = (),
         dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        metric: Metric = plain,
     ) -> None:
-        self._model, self._layers, self._units, self._ridge = model, layers, units, ridge
+        self._model, self._layers, self._units, self._ridge, self._metric = model, layers, units, ridge, metric
         self._places, self._dtypes = places, dtypes
         self._batches = torch.split(windows, ROWS)
         self._blocks = list(model.get_submodule(layers.site).children())
@@ -98,7 +100,7 @@ class Sweep:
         smaller = copy_sharing(self._model if start is None else start)
         own = list(smaller.get_submodule(self._layers.site).children())
         starts, calls = zip(*(block_calls(self._model, self._blocks, ids) for ids in self._batches), strict=True)
-        state = _State(smaller, list(starts), list(starts), self._ridge, self._dtypes)
+        state = _State(smaller, list(starts), list(starts), self._ridge, self._dtypes, self._metric)
         for number, block in enumerate(self._blocks):
             parts = self._parts(number, maps)
             turn = [call[number] for call in calls]
@@ -137,6 +139,7 @@ class _State:
     own: list[Tensor]
     ridge: float
     dtypes: Mapping[str, torch.dtype]
+    metric: Metric
 
     def rounded(self, path: str, tensor: Tensor) -> Tensor:
         """Return what the files will hold of a tensor that is fitted for `path`, fp32."""
@@ -213,7 +216,10 @@ class _Block:
         reader = Reader.of(self.state.smaller, units)
         pairs = ((reader.extended(x), y) for x, y in zip(inputs, wanted, strict=True))
         normal = pulled(normal_equations(pairs), reader.matrix, self.state.ridge)
-        kept = eliminate(normal, [tuple(units.columns([unit])) for unit in range(units.size)], size)
+        parts = [tuple(units.columns([unit])) for unit in range(units.size)]
+        kept = tuple(range(units.size))
+        if size < units.size:
+            kept = eliminate(normal.seen_by(self.state.metric(units.reader)), parts, size)
         columns = torch.tensor([*units.columns(kept), *range(reader.inputs, reader.matrix.shape[1])])
         matrix = self.state.rounded(units.reader, normal.solve(columns))
         if size < units.size:

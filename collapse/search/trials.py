@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from collapse.analysis.layers import Layers
 from collapse.search.alone import Alone, readings
-from collapse.search.least_squares import RIDGE, Normal, eliminations, normal_equations, pulled
+from collapse.search.least_squares import RIDGE, Metric, Normal, eliminations, normal_equations, plain, pulled
 from collapse.search.memory import Memory
 from collapse.search.surgery import copy_sharing, narrow_units, put
 from collapse.search.sweep import Reader
@@ -45,6 +45,7 @@ class Trials:
     fitting: Tensor
     choosing: Tensor
     ridge: float = RIDGE
+    metric: Metric = plain
 
     def run(self, progress: Progress, memory: Memory | None = None) -> tuple[Trial, ...]:
         """Return what all units cost at several sizes, tried or in between; at full size they cost nothing.
@@ -64,7 +65,7 @@ class Trials:
 
     def _tried(self, alone: Alone, units: Units, normal: Normal) -> Iterator[float]:
         parts = [tuple(units.columns([unit])) for unit in range(units.size)]
-        for kept in eliminations(normal, parts, sizes_of(units)):
+        for kept in eliminations(normal.seen_by(self.metric(units.reader)), parts, sizes_of(units)):
             yield alone.kl(self._narrowed(units, normal, kept), units.block)
 
     def _normals(self) -> Iterator[tuple[Units, Normal]]:

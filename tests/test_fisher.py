@@ -1,0 +1,143 @@
+"""What an error costs: against the closed form, against the KL divergence itself, and in which units go."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from collapse.search.fisher import DAMPING, Fisher, factor_of, information
+from collapse.search.least_squares import eliminate, normal_equations, plain, pulled
+
+WIDTH, WORDS = 4, 6
+
+
+class Bigram(nn.Module):
+    """Logits are a product of what `write` makes of a token's embedding; `unread` writes what nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.write, self.unread = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        written = self.write(self.embedding(input_ids))
+        self.unread(written)
+        return SimpleNamespace(logits=self.head(written))
+
+
+def silent(done: int, of: int) -> None:
+    """Say nothing."""
+
+
+def closed_form(model: Bigram, ids: Tensor) -> Tensor:
+    """Return E[W^T (diag p - p p^T) W], the Fisher information of what goes into a softmax of W y."""
+    p = model(ids, use_cache=False).logits.flatten(0, -2).softmax(-1)
+    spread = (torch.diag_embed(p) - p[:, :, None] * p[:, None, :]).mean(0)
+    head = model.head.weight
+    return (head.T @ spread @ head).detach()
+
+
+def test_information_is_that_of_the_closed_form() -> None:
+    model = Bigram()
+    ids = torch.arange(WORDS).repeat(64, 200 // WORDS)
+    found = information(model, ["write", "unread"], ids, 0, silent)
+    expected = closed_form(model, ids)
+    assert found.keys() == {"write"}  # no logit depends on the other
+    assert (found["write"] - expected).norm() < 0.03 * expected.norm()  # 12,672 labels were drawn
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not model.write._forward_hooks and not model.embedding._forward_hooks
+
+
+def test_half_of_it_is_the_divergence_of_a_small_error() -> None:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    path = "model.layers.1.mlp.down_proj"
+    ids = torch.randint(0, 32, (256, 24))
+    found = information(model, [path], ids, 0, silent)[path]
+    likely, unlikely = (torch.linalg.eigh(found).eigenvectors[:, n] for n in (-1, 0))
+    with torch.no_grad():
+        before = model(ids).logits.log_softmax(-1)
+        for error in (0.02 * likely, 0.02 * unlikely):
+            hook = model.get_submodule(path).register_forward_hook(lambda *call, error=error: call[-1] + error)
+            after = model(ids).logits.log_softmax(-1)
+            hook.remove()
+            kl = float((before.exp() * (before - after)).sum(-1).mean())
+            assert kl == pytest.approx(float(error @ found @ error) / 2, rel=0.1)
+
+
+def test_a_factor_gives_the_damped_metric_by_its_mean() -> None:
+    some = torch.tensor([[4.0, 1.0], [1.0, 2.0]])
+    factor = factor_of(some)
+    assert factor is not None
+    assert torch.allclose(factor @ factor.T, some / 3 + DAMPING * torch.eye(2), atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+def test_what_is_no_metric_has_no_factor(value: float) -> None:
+    assert factor_of(torch.full((3, 3), value)) is None
+
+
+def fitted() -> tuple[Tensor, Tensor]:
+    """Return inputs of equal size, and a weight whose last output is the largest and reads the first input alone."""
+    weight = torch.zeros(3, 4)
+    weight[:2] = torch.tensor([[0.1, 1.0, 0.5, 0.2], [0.0, 0.3, 1.0, 0.4]])
+    weight[2, 0] = 5.0
+    return torch.randn(4_000, 4, generator=torch.Generator().manual_seed(0)), weight
+
+
+def test_a_unit_that_only_an_unseen_output_needs_goes_first() -> None:
+    x, weight = fitted()
+    normal = pulled(normal_equations([(x, x @ weight.T)]), weight)
+    units = [[0], [1], [2], [3]]
+    seen = torch.diag(torch.tensor([1.0, 1.0, 1e-3]))
+    assert eliminate(normal, units, 3) == (0, 1, 2)
+    assert eliminate(normal.seen_by(seen), units, 3) == (1, 2, 3)
+    assert eliminate(normal.seen_by(None), units, 3) == eliminate(normal.seen_by(torch.eye(3)), units, 3)
+
+
+def test_the_fit_is_the_same_in_every_metric() -> None:
+    x, weight = fitted()
+    normal = pulled(normal_equations([(x, x @ weight.T)]), weight)
+    factor, kept = torch.randn(3, 3, generator=torch.Generator().manual_seed(1)) + 3 * torch.eye(3), torch.arange(3)
+    measured = normal.seen_by(factor).solve(kept)  # of outputs times L: L^T W
+    assert torch.allclose(measured, factor.T.double() @ normal.solve(kept), atol=1e-9)
+
+
+def test_a_model_without_a_way_back_has_no_metric_and_says_why() -> None:
+    class OneWay(Bigram):
+        def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+            with torch.no_grad():
+                return super().forward(input_ids, use_cache)
+
+    for model, reason in ((OneWay(), "does not require grad"), (broken(), "not all finite")):
+        fisher = Fisher(model, ["write"], torch.zeros(1, 4, dtype=torch.long), silent)  # type: ignore[arg-type]
+        assert fisher.reason is None  # it was not asked for
+        assert fisher.factor("write") is None
+        assert fisher.reason is not None and reason in fisher.reason
+    assert plain("write") is None
+
+
+def broken() -> Bigram:
+    """Return a model whose logits are no numbers."""
+    model = Bigram()
+    nn.init.constant_(model.head.weight, float("nan"))
+    return model
+
+
+def test_equal_seeds_give_equal_metrics() -> None:
+    model, ids = Bigram(), torch.arange(WORDS).repeat(4, 2)
+    first, again, other = (information(model, ["write"], ids, seed, silent)["write"] for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
