@@ -72,6 +72,8 @@ class Shrinking:
             return Proposal(skipped=(self._skipped(reason),))
         with opened_memory(context, texts, self.moves) as memory:
             task = Task.of(context, lists[0], self.moves, texts, memory)
+            if task.left_alone and not task.movable:
+                return Proposal(skipped=task.left_alone)
             trail = Trail(task, self.moves)
             losses = tuple(one for one in context.budgets if one.kind == "loss")
             chosen = self._certified(task, losses, trail) if losses else self._measured(task, trail)

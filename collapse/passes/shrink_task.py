@@ -133,10 +133,14 @@ def _windows(context: Context, blocks: Sequence[str], count: int, length: int, c
 
 @dataclass(frozen=True)
 class Task:
-    """One search: `left_out` are units that cannot be narrowed, sublayers without maps and so on, with the reasons."""
+    """One search: `left_out` are units that cannot be narrowed, sublayers without maps and so on, with the reasons.
+
+    `movable` says whether anything is left that can go.
+    """
 
     context: Context
     moves: tuple[str, ...]
+    movable: bool
     origin: Origin
     walk: Walk | FreeWalk
     judge: Judge
@@ -158,7 +162,12 @@ class Task:
         origin = Origin(context.checkpoint, context.config, context.program, layers, units, mixtures)
         dtypes = {one.reader: origin.dtype_of_reader(one) for one in units}
         dtypes |= {place.site: origin.dtype_of_site(place.site) for place in places.found}
-        fitting, unwritten = _with_written(context, model, texts.fitting, memory, moves[0])
+        kinds = tried_kinds(places, moves)
+        whole_blocks = context.layout == "native" and "layers" in moves
+        movable = bool(units or kinds or whole_blocks or mixtures is not None)
+        fitting, unwritten = texts.fitting, tuple[Skipped, ...]()
+        if movable:
+            fitting, unwritten = _with_written(context, model, texts.fitting, memory, moves[0])
         fisher = _fisher(context, model, units, fitting)
         sweep = Sweep(model, layers, units, fitting, places=places.found, dtypes=dtypes, metric=fisher.factor)
         choosing = Judge.of(runs, texts.choosing)
@@ -166,14 +175,14 @@ class Task:
         if context.layout == "free":
             some = fitting[::FIT_EVERY], texts.choosing[::TRY_EVERY]
             trials = Trials(model, layers, units, *some, metric=fisher.factor)
-            maps = MapTrials(model, layers, tried_kinds(places, moves), *some)
+            maps = MapTrials(model, layers, kinds, *some)
             walk = FreeWalk(sweep, choosing, prices, units, trials, maps, places.attentions, context.progress, memory)
         else:
-            order = _order(context, runs, layers, texts, memory) if "layers" in moves else Order(())
+            order = _order(context, runs, layers, texts, memory) if whole_blocks else Order(())
             walk = Walk(sweep, choosing, prices, units, order, context.progress, memory, mixtures)
         left = (*left_alone, *places.skipped, *whole, *unwritten)
         judge = Judge.of(runs, judging(context, texts.held_out))
-        return cls(context, tuple(moves), origin, walk, judge, left, before, memory, fisher)
+        return cls(context, tuple(moves), movable, origin, walk, judge, left, before, memory, fisher)
 
     @property
     def left_alone(self) -> tuple[Skipped, ...]:
