@@ -367,6 +367,16 @@ def test_the_tables_of_finished_models_say_what_the_records_say() -> None:
         f"{100 * losses['confident_flips']:.2f} % and at most {upper['confident-flips']}. "
         "**Both budgets are certified.**"
     ) in text and point["certified"]
+    record = record_of("headline-gemma3-ascii.json")
+    (point,), source = record["points"], record["source"]
+    regret, flips = point["bounds"]["bounds"]
+    sizes = {name: point["sizes"][name] / source[name] for name in source.keys() - {"name"}}
+    assert {f"{share:.1%}" for name, share in sizes.items() if name != "kv_bytes_per_token"} == {"73.4%"}
+    assert sizes["kv_bytes_per_token"] == 1 and point["certified"] and record["sequences"] == 1792
+    assert (
+        f"regret {100 * regret['estimate']:.1f} % and at most {100 * regret['upper']:.1f} %, confident flips "
+        f"{100 * flips['estimate']:.2f} % and at most {100 * flips['upper']:.2f} %. **Both budgets are certified.**"
+    ) in text
     for point in record_of("headline-smollm2-ascii-curve.json")["points"]:
         upper = {one["metric"]: f"{one['upper']:.1%}" for one in point["bounds"]["bounds"]}
         losses = point["losses"]
