@@ -255,32 +255,53 @@ def _configs(
     source: Checkpoint, plan: Plan, ids: Sequence[int], program: Program, weights: Weights
 ) -> Iterator[Blamed]:
     """Yield the rewrites with whose config edits alone transformers computes something else than the graph does."""
+    same = EQ.rounded(_own_rounding(source, plan, ids, program, weights))
     for rewrite in plan.rewrites:
         single = _single(plan, rewrite)
         if not rewrite.config or is_channels(program, rewrite) or isinstance(rewrite, Replace):
             continue
         edits = ", ".join(f"{path} = {value}" for path, value in sorted(rewrite.config.items()))
-        difference = _config_gap(source, single, ids, program, weights)
+        difference = _config_gap(source, single, ids, program, weights, same)
         if difference is not None:
             yield _blamed(rewrite, f"with its config edits ({edits}) transformers {difference}")
 
 
-def _config_gap(source: Checkpoint, plan: Plan, ids: Sequence[int], program: Program, weights: Weights) -> str | None:
+def _own_rounding(source: Checkpoint, plan: Plan, ids: Sequence[int], program: Program, weights: Weights) -> float:
+    """Return twice what transformers and the graph differ by on the source, up to what `OTHER_SHAPE` allows."""
+    said = _both(source, plan.model_copy(update={"rewrites": ()}), ids, program, weights)
+    if isinstance(said, str) or said[0].shape != said[1].shape:
+        return 0.0
+    return min(2 * float((said[0] - said[1]).abs().nan_to_num(nan=torch.inf).max()), OTHER_SHAPE.absolute)
+
+
+def _config_gap(
+    source: Checkpoint, plan: Plan, ids: Sequence[int], program: Program, weights: Weights, tolerance: Tolerance
+) -> str | None:
+    said = _both(source, plan, ids, program, weights)
+    if isinstance(said, str):
+        return said
+    wanted, found = said
+    if found.shape != wanted.shape:
+        return f"gives {found.shape[-1]} logits, the graph {wanted.shape[-1]}"
+    gap = _gap(wanted, found, tolerance)
+    return f"moves a logit by {gap:.3g} from the graph's" if gap else None
+
+
+def _both(
+    source: Checkpoint, plan: Plan, ids: Sequence[int], program: Program, weights: Weights
+) -> tuple[torch.Tensor, torch.Tensor] | str:
+    """Return the logits of the graph and of transformers under a plan, or why transformers has none."""
     narrow = token_narrow(plan)
     kept = list(narrow.kept) if narrow else None
     row = torch.tensor([[kept.index(token) for token in ids] if kept else list(ids)])
     rewritten = rewrite_program(program, plan)
-    wanted = rewritten.run(rewrite_weights(program, weights, plan), row, torch.ones_like(row))[0][0]
+    wanted: torch.Tensor = rewritten.run(rewrite_weights(program, weights, plan), row, torch.ones_like(row))[0][0]
     try:
         with quiet(), torch.no_grad():
             model = _built(source, plan, program, weights)
-            found = model(input_ids=row).logits[0]
+            return wanted, model(input_ids=row).logits[0]
     except Exception as error:  # a config class or a model may raise anything for values that do not fit
         return f"cannot run the model ({(str(error).strip() or type(error).__name__).splitlines()[0][:120]})"
-    if found.shape != wanted.shape:
-        return f"gives {found.shape[-1]} logits, the graph {wanted.shape[-1]}"
-    gap = _gap(wanted, found, EQ)
-    return f"moves a logit by {gap:.3g} from the graph's" if gap else None
 
 
 def _built(source: Checkpoint, plan: Plan, program: Program, weights: Weights) -> PreTrainedModel:
