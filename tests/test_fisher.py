@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from collapse.search.fisher import DAMPING, Fisher, factor_of, information
+from collapse.search.fisher import DAMPING, Fisher, factor_of, information, silent
 from collapse.search.least_squares import eliminate, normal_equations, plain, pulled
 
 WIDTH, WORDS = 4, 6
@@ -34,10 +34,6 @@ class Bigram(nn.Module):
         return SimpleNamespace(logits=self.head(written))
 
 
-def silent(done: int, of: int) -> None:
-    """Say nothing."""
-
-
 def closed_form(model: Bigram, ids: Tensor) -> Tensor:
     """Return E[W^T (diag p - p p^T) W], the Fisher information of what goes into a softmax of W y."""
     p = model(ids, use_cache=False).logits.flatten(0, -2).softmax(-1)
@@ -49,7 +45,7 @@ def closed_form(model: Bigram, ids: Tensor) -> Tensor:
 def test_information_is_that_of_the_closed_form() -> None:
     model = Bigram()
     ids = torch.arange(WORDS).repeat(64, 200 // WORDS)
-    found = information(model, ["write", "unread"], ids, 0, silent)
+    found = information(model, ["write", "unread"], ids, 0)
     expected = closed_form(model, ids)
     assert found.keys() == {"write"}  # no logit depends on the other
     assert (found["write"] - expected).norm() < 0.03 * expected.norm()  # 12,672 labels were drawn
@@ -66,7 +62,7 @@ def test_half_of_it_is_the_divergence_of_a_small_error() -> None:
     model = LlamaForCausalLM(config).eval()
     path = "model.layers.1.mlp.down_proj"
     ids = torch.randint(0, 32, (256, 24))
-    found = information(model, [path], ids, 0, silent)[path]
+    found = information(model, [path], ids, 0)[path]
     likely, unlikely = (torch.linalg.eigh(found).eigenvectors[:, n] for n in (-1, 0))
     with torch.no_grad():
         before = model(ids).logits.log_softmax(-1)
@@ -124,10 +120,56 @@ def test_a_model_without_a_way_back_has_no_metric_and_says_why() -> None:
 
     for model, reason in ((OneWay(), "does not require grad"), (broken(), "not all finite")):
         fisher = Fisher(model, ["write"], torch.zeros(1, 4, dtype=torch.long), silent)  # type: ignore[arg-type]
-        assert fisher.reason is None  # it was not asked for
         assert fisher.factor("write") is None
         assert fisher.reason is not None and reason in fisher.reason
     assert plain("write") is None
+
+
+class Odd(Bigram):
+    """Changes in place what `write` writes, a view of a product with its bias, and may have no way back for it."""
+
+    def __init__(self, back: float = 1.0) -> None:
+        super().__init__()
+        self.write, self.back = nn.Linear(WIDTH, WIDTH), back
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        written = self.write(self.embedding(input_ids))
+        written += 1.0
+        written.register_hook(lambda gradient: gradient * self.back)
+        return SimpleNamespace(logits=self.head(written))
+
+
+def test_what_is_changed_in_place_has_its_gradients() -> None:
+    model, ids = Odd(), torch.arange(WORDS).repeat(64, 200 // WORDS)
+    expected = closed_form(model, ids)
+    assert (information(model, ["write"], ids, 0)["write"] - expected).norm() < 0.03 * expected.norm()
+
+
+@pytest.mark.parametrize("model", [Odd(float("nan")), Bigram()])
+def test_one_reader_without_gradients_leaves_all_without_a_metric(model: Bigram) -> None:
+    paths = ["write", "head"] if isinstance(model, Odd) else ["write", "unread"]
+    fisher = Fisher(model, paths, torch.zeros(2, 4, dtype=torch.long), silent)  # type: ignore[arg-type]
+    assert fisher.reason == "1 of 2 readers get no gradients"
+    assert [fisher.factor(path) for path in paths] == [None, None]
+
+
+def test_want_of_memory_is_no_reason_to_choose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
+
+    monkeypatch.setattr("collapse.search.fisher.send_back", full)
+    fisher = Fisher(Bigram(), ["write"], torch.zeros(1, 4, dtype=torch.long), silent)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="allocate"):
+        fisher.factor("write")
+
+
+def test_an_error_in_the_progress_is_no_reason_to_choose_otherwise() -> None:
+    def broken_bar(*_: object) -> None:
+        raise RuntimeError("progress bar broke")
+
+    fisher = Fisher(Bigram(), ["write"], torch.zeros(1, 4, dtype=torch.long), broken_bar)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="broke"):
+        fisher.factor("write")
 
 
 def broken() -> Bigram:
@@ -139,5 +181,5 @@ def broken() -> Bigram:
 
 def test_equal_seeds_give_equal_metrics() -> None:
     model, ids = Bigram(), torch.arange(WORDS).repeat(4, 2)
-    first, again, other = (information(model, ["write"], ids, seed, silent)["write"] for seed in (0, 0, 1))
+    first, again, other = (information(model, ["write"], ids, seed)["write"] for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)

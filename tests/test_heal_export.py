@@ -16,16 +16,19 @@ from collapse import Options, export
 from collapse.audit import audit
 from collapse.budget import parse_budgets
 from collapse.checkpoint import Checkpoint
+from collapse.corpus import builtin_corpus, split
 from collapse.errors import PlanError, UnsupportedError
 from collapse.heal.propose import _tries, enough, heal_plan
 from collapse.heal.settings import Settings
-from collapse.heal.texts import PIECE, encoder_of, windows
+from collapse.heal.texts import PIECE, encoder_of, starts, windows
 from collapse.heal.touched import costly_rewrites, touched, trainable
 from collapse.manifest import load_manifest
+from collapse.passes.shrink_task import HELD_OUT, MEASURED_EVERY
 from collapse.pipeline import Result, make_plan
 from collapse.plan import Evidence, Plan, Replace
 from collapse.report.data import notes
 from collapse.rewrite.values import load_values, save_plan, values_of
+from collapse.schema import load_schema
 from collapse.sequences import encoder
 from collapse.trace import load_config, trace
 from tests.architectures import save_tiny
@@ -97,11 +100,6 @@ def test_the_evidence_has_what_was_measured_and_is_never_proved(result: Result) 
 
 def test_the_figures_are_those_of_the_written_model(source: Path, result: Result) -> None:
     """Once more, from the files alone."""
-    from collapse.corpus import builtin_corpus, split
-    from collapse.heal.texts import starts
-    from collapse.passes.shrink_task import HELD_OUT, MEASURED_EVERY
-    from collapse.schema import load_schema
-
     plan = result.plan
     kept = torch.tensor(list(next(one for one in plan.rewrites if one.kind == "narrow").kept))
     held_out = split(builtin_corpus(load_schema(LOG)), 0).held_out
@@ -140,6 +138,25 @@ def test_budgets_of_losses_are_certified_of_the_healed_model_and_protected_text_
     assert evidence.grade == ("certified" if evidence.figures["kl_at_most"] <= 0.45 else "measured")
     assert evidence.claim.startswith("healed, the model loses on average over text like the held-out sequences")
     assert evidence.figures["protected_kl"] <= evidence.figures["protected_kl_before"]
+
+
+def test_a_cut_of_the_vocabulary_counts_among_what_the_healed_model_loses(source: Path) -> None:
+    """Ids that went have a part of the source's probability, and some are its choice: those are flips."""
+    options = replace(CERTIFIED, passes=("vocabulary", "layers"), budgets=parse_budgets("flips<=90%,flops=-20%"))
+    plan = make_plan(source, LOG, options).plan
+    narrow = next(one for one in plan.rewrites if one.kind == "narrow")
+    (drop,) = [one for one in plan.rewrites if one.kind == "drop-layers"]
+    kept = torch.tensor(list(narrow.kept))
+    held_out = split(builtin_corpus(load_schema(LOG)), 0).held_out
+    ids = kept[starts(held_out, encoder_of(Checkpoint.open(source), plan), 64, HELD_OUT)]
+    with torch.no_grad():
+        p = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(ids).logits[:, :-1].double().softmax(-1)
+    figures = healing_of(plan).evidence.figures
+    assert figures["lost_mass"] == pytest.approx(float(1 - p[..., kept].sum(-1).mean()), rel=1e-4)
+    assert figures["lost_mass"] > 0.05
+    gone = float((~torch.isin(p.argmax(-1), kept)).double().mean())
+    assert figures["flips_estimate"] >= gone > 0
+    assert drop.evidence.claim.startswith("these rewrites alone lose on average over text")
 
 
 # Nothing to heal.
@@ -219,6 +236,8 @@ def test_delta_is_shared_by_all_models_that_the_held_out_text_could_have_led_to(
         for name, rank in zip(names, ranks, strict=False)
     ]
     assert _tries(plan_for(source, *rewrites)) == tries
+    dead = rewrites[:1] and [rewrites[0].model_copy(update={"pass_name": "dead-module"})]
+    assert _tries(plan_for(source, *rewrites[1:], *dead)) == tries * (1 + len(dead))
 
 
 # Text as the collapsed model reads it.

@@ -58,7 +58,7 @@ def _from_embedding(model: Any) -> Iterator[None]:
     """Let what comes out of the embedding, and all that follows from it, have a gradient."""
 
     def hook(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output.requires_grad_() if output.is_leaf else output
+        return output.requires_grad_().clone() if output.is_leaf else output  # a leaf cannot be changed in place
 
     handle = model.get_input_embeddings().register_forward_hook(hook)
     try:

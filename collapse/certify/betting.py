@@ -56,6 +56,8 @@ def ratio_upper(losses: NDArray[np.float64], scales: NDArray[np.float64], delta:
         return log_capital(losses - ratio * scales, ceiling) + missing
 
     low, high = 0.0, ceiling / float(np.max(scales))
+    if math.isinf(high):  # scales so small that no ratio to them is a number
+        return None
     if gain(low) >= 0:
         return low
     while gain(high) < 0:

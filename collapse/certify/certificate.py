@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Literal
 
 from pydantic import Field
@@ -166,7 +167,7 @@ def _claim(certificate: Certificate) -> str:
     said = ", ".join(f"{b.metric} up to {b.cap:g} {METRICS[b.metric].unit} per token of that length" for b in capped)
     counted = f", where a sequence counts with its {said}" if capped else ""
     budgets = ", ".join(str(bound) for bound in certificate.bounds)
-    return f"on average over {where}{counted}: {budgets}, with confidence {1 - certificate.delta:g}"
+    return f"on average over {where}{counted}: {budgets}, with confidence {1 - Decimal(repr(certificate.delta))}"
 
 
 def _method(certificate: Certificate) -> str:

@@ -37,7 +37,7 @@ from collapse.search.surgery import copy_sharing
 from collapse.sequences import longest_allowed, text_bytes
 from collapse.verify.computed import exact_part
 
-NAME = "heal"
+NAME, DEAD = "heal", "dead-module"
 
 
 @dataclass(frozen=True)
@@ -166,21 +166,35 @@ def _stored(task: _Task, healed: Healed) -> dict[str, Tensor]:
 def _losses(task: _Task, unhealed: PreTrainedModel) -> tuple[list[SequenceLoss], list[SequenceLoss]]:
     """Return what the unhealed model and the student lose on every held-out window.
 
-    Both beside what the exact rewrites leave of the source, which is run once for the two.
+    Both beside the source with all of its ids, which is run once for the two: what a cut of the vocabulary costs is in.
     """
     narrow = token_narrow(task.plan)
     kept, size = list(narrow.kept) if narrow else None, text_bytes(task.context.checkpoint)
     device = task.pair.student.device
-    models = (task.pair.source, unhealed.to(device), task.pair.student)
+    whole, models = _uncut(task).to(device), (unhealed.to(device), task.pair.student)
     found: tuple[list[SequenceLoss], list[SequenceLoss]] = ([], [])
     for done, batch in enumerate(torch.split(task.held_out, BATCH), 1):
-        source, *others = (run(model, batch.to(device)).logits[:, :-1] for model in models)
-        for row, ids in enumerate(batch):
-            told = [kept[token] for token in ids[1:].tolist()] if kept else ids[1:].tolist()
+        told = batch if kept is None else torch.tensor(kept)[batch]
+        source = run(whole, told.to(device)).logits[:, :-1]
+        others = [run(model, batch.to(device)).logits[:, :-1] for model in models]
+        for row, ids in enumerate(told[:, 1:]):
+            told_bytes = size(ids.tolist())
             for logits, losses in zip(others, found, strict=True):
-                losses.append(sequence_loss(source[row], logits[row], ids[1:].to(device), text_bytes=size(told)))
+                losses.append(sequence_loss(source[row], logits[row], ids, text_bytes=told_bytes, kept=kept))
         task.context.progress("judging on held-out text", done, -(-len(task.held_out) // BATCH))
     return found
+
+
+def _uncut(task: _Task) -> PreTrainedModel:
+    """Return what the exact rewrites leave of the source, but with its whole vocabulary."""
+    narrow, exact = token_narrow(task.plan), exact_part(task.plan)
+    if narrow is None:
+        return task.pair.source
+    model, _ = task.context.loaded
+    weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    rest = tuple(one for one in exact.rewrites if one is not narrow)
+    plan = exact.model_copy(update={"rewrites": rest})
+    return collapsed_model(task.context.checkpoint, task.context.program, plan, weights)
 
 
 def _evidence(task: _Task, before: Sequence[SequenceLoss], after: Sequence[SequenceLoss], figures: Figures) -> Evidence:
@@ -210,10 +224,11 @@ def _tries(plan: Plan) -> int:
 
     A search that takes the k-th point of a fixed sequence of tests on it leads to the k-th of many models that could
     have been healed; all its rewrites have one evidence. Each has the share 1 / (k (k + 1)) of delta, which sum up to
-    1 over all k.
+    1 over all k. Dead modules are taken together or not at all, by the same text: twice as many.
     """
+    dead = 2 if any(one.pass_name == DEAD for one in plan.rewrites) else 1
     ranks = {digest(one.evidence.model_dump()): one.evidence.figures.get("rank", 0) for one in costly_rewrites(plan)}
-    return prod(rank * (rank + 1) for rank in ranks.values() if isinstance(rank, int) and rank)
+    return dead * prod(rank * (rank + 1) for rank in ranks.values() if isinstance(rank, int) and rank)
 
 
 def _kl(losses: Iterable[SequenceLoss]) -> float:

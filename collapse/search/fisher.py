@@ -30,7 +30,8 @@ Progress = Callable[[int, int], None]
 class Fisher:
     """Metrics of what the modules at `paths` write, on `windows`, token ids [n, tokens]; measured once asked for.
 
-    Where a model gives no gradients, `reason` says why, and there is no metric.
+    Where a model gives no gradients, `reason` says why, and there is no metric for any of them. That is settled on the
+    first window, so that it does not depend on what a search remembers and need not ask for.
     """
 
     model: PreTrainedModel
@@ -41,27 +42,40 @@ class Fisher:
 
     def factor(self, path: str) -> Tensor | None:
         """Return L [out, out] with F = L L^T, so that the row e costs |e L|^2 / 2; None without a metric."""
-        return self._factors[0].get(path)
-
-    @property
-    def reason(self) -> str | None:
-        """Why there are no metrics, as far as one was asked for."""
-        return self._factors[1] if "_factors" in vars(self) else None
+        return None if self.reason else self._factors[path]
 
     @cached_property
-    def _factors(self) -> tuple[dict[str, Tensor], str | None]:
+    def reason(self) -> str | None:
+        """Why there are no metrics."""
+        if not self.paths:
+            return None
         try:
-            gathered = information(self.model, self.paths, self.windows, self.seed, self.progress)
+            found = information(self.model, self.paths, self.windows[:1], self.seed)
         except (UnsupportedError, RuntimeError, NotImplementedError) as error:  # kernels without a way back raise those
-            return {}, str(error).partition("\n")[0] or type(error).__name__
-        found = {path: factor_of(one) for path, one in gathered.items()}
-        return {path: one for path, one in found.items() if one is not None}, None
+            if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
+                raise  # another time there may be memory, and other units would go
+            return str(error).partition("\n")[0] or type(error).__name__
+        without = len(self.paths) - sum(factor_of(one) is not None for one in found.values())
+        return f"{without} of {len(self.paths)} readers get no gradients" if without else None
+
+    @cached_property
+    def _factors(self) -> dict[str, Tensor]:
+        gathered = information(self.model, self.paths, self.windows, self.seed, self.progress)
+        found = {path: factor_of(gathered.pop(path)) for path in list(gathered)}
+        return {path: one for path, one in found.items() if one is not None}
+
+
+def silent(_: int, __: int) -> None:
+    """Tell nobody."""
 
 
 def information(
-    model: nn.Module, paths: Sequence[str], windows: Tensor, seed: int, progress: Progress
+    model: nn.Module, paths: Sequence[str], windows: Tensor, seed: int, progress: Progress = silent
 ) -> dict[str, Tensor]:
-    """Return the Fisher information [out, out] of what each module writes; none of one that no logit depends on."""
+    """Return the Fisher information [out, out] of what each module writes; none of one that no logit depends on.
+
+    Gradients that are not finite are left out.
+    """
     generator = torch.Generator().manual_seed(seed)
     sums: dict[str, Tensor] = {}
     with ExitStack() as stack:
@@ -75,16 +89,20 @@ def information(
     return {path: one / windows.numel() for path, one in sums.items()}
 
 
-def _listen(sums: dict[str, Tensor], path: str, _: nn.Module, __: Any, output: Any) -> None:
+def _listen(sums: dict[str, Tensor], path: str, _: nn.Module, __: Any, output: Any) -> Any:
     first = output if isinstance(output, Tensor) else output[0]
-    if first.requires_grad:
-        first.register_hook(partial(_add, sums, path))
+    if not first.requires_grad:
+        return output
+    copy = first.clone()  # what is changed in place later would take its gradient along
+    copy.register_hook(partial(_add, sums, path))
+    return copy if isinstance(output, Tensor) else (copy, *output[1:])
 
 
 def _add(sums: dict[str, Tensor], path: str, gradient: Tensor) -> None:
     flat = gradient.flatten(0, -2).float()
     product = flat.T @ flat
-    sums[path] = sums[path] + product if path in sums else product
+    if bool(product.isfinite().all()):
+        sums[path] = sums[path] + product if path in sums else product
 
 
 def factor_of(information: Tensor) -> Tensor | None:
