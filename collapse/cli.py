@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collapse.search_path import SearchPath
 
 USAGE_ERROR = typer.BadParameter.__bases__[0]  # typer does not export the class that it raises
+INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="collapse",
@@ -52,7 +53,8 @@ Placeholder = Annotated[bool, typer.Option("--placeholder", help="Leave 16 zero 
 Threshold = Annotated[float | None, typer.Option("--threshold", help="Nats; overrides the fitted one of --stage fuse.")]
 Passes = Annotated[list[str] | None, typer.Option("--pass", help="Run only this pass; may be repeated.")]
 Budgets = Annotated[
-    str | None, typer.Option("--budget", help="What may be lost or is to be saved: kl<=0.02, regret<=1%, params=-10%.")
+    str | None,
+    typer.Option("--budget", help="What may be lost, or goes beyond what costs nothing: kl<=0.02, params=-10%."),
 ]
 Heal = Annotated[
     str | None, typer.Option("--heal", metavar="TOKENS", help="Distill what a budget took from, on so much text: 200k.")
@@ -81,6 +83,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars, no
     epilog="Examples: collapse export MODEL --schema log -o OUT    collapse export MODEL --plan plan.json -o OUT",
 )
 def export(
+    context: typer.Context,
     model: Model,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Where to; MODEL-SCHEMA by default.")] = None,
     schema: Schema = "log",
@@ -112,6 +115,10 @@ def export(
     from collapse.rewrite.values import load_values
     from collapse.search_path import load_path
 
+    if plan:
+        _require_none_given(
+            context, "schema", "stage", "placeholder", "threshold", "layout", "passes", "budget", "heal"
+        )
     reviewed = Plan.load(plan) if plan else None
     values = load_values(reviewed, plan) if reviewed and plan else None
     searched = load_path(reviewed, plan) if reviewed and plan else None
@@ -207,6 +214,15 @@ for command in (report, graph, flops, trace):
 app.add_typer(schema_app, name="schema")
 
 
+def _require_none_given(context: typer.Context, *names: str) -> None:
+    """Refuse options that a reviewed plan has decided: they would be ignored."""
+    options = {one.name: one.opts[0] for one in context.command.params}
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name not in {"DEFAULT", "DEFAULT_MAP"}:
+            raise PlanError("a reviewed plan is applied as it is", where=options[name], fix="make a new plan with it")
+
+
 def _options(
     corpus: list[Path] | None,
     field: str | None,
@@ -292,6 +308,8 @@ def _tell(result: Result, watch: Stopwatch, as_json: bool, quiet: bool) -> None:
     from collapse.report.speed import sentence
 
     watch.finish()
+    for missed in result.report.unmet:
+        typer.echo(f"collapse: {missed}", err=True)
     if as_json:
         typer.echo(dumps(result.report.to_json()), nl=False)
     elif not quiet:
@@ -315,7 +333,7 @@ def main() -> None:
     except CollapseError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        _fail("interrupted; nothing was published", 130)
+        _interrupted()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -324,7 +342,13 @@ def main() -> None:
     except Exception as error:
         _other(error)
     else:
+        if code == INTERRUPTED:  # typer makes an exit of it
+            _interrupted()
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupted() -> None:
+    _fail("interrupted; nothing was published, and a search under a budget goes on where it was", INTERRUPTED)
 
 
 def _other(error: Exception) -> None:

@@ -23,7 +23,7 @@ from collapse.heal.propose import heal_plan
 from collapse.manifest import versions, write_manifest
 from collapse.memory import release_memory
 from collapse.options import DEFAULTS, Options, chosen_passes
-from collapse.passes import Context, Pass
+from collapse.passes import MOVES, Context, Pass
 from collapse.passes.constant_fold import count_nodes
 from collapse.plan import Narrow, Plan, Replace, Rewrite, ShortCircuit, Skipped
 from collapse.program import Program
@@ -32,6 +32,7 @@ from collapse.report.data import GraphFigures, Report, build_report
 from collapse.report.graph import report_graph
 from collapse.report.markdown import to_markdown
 from collapse.report.render import render
+from collapse.report.unmet import unmet
 from collapse.rewrite.computed import Computed
 from collapse.rewrite.config import config_edits
 from collapse.rewrite.free import added_names, added_tensors
@@ -118,6 +119,8 @@ def export(
     target = Path(output)
     wanted = load_schema(plan.input_schema if plan else schema)
     checkpoint = _open(model, watch)
+    if plan:
+        _require_source(plan, checkpoint)
     check_output(located(target), force, checkpoint.root)
     context = prepare(checkpoint, wanted, options, watch)
     if plan:
@@ -231,17 +234,20 @@ def checked(plan: Plan, context: Context, values: Values | None = None) -> Plan:
 
     Its tensors, axes, rows and `values` are compared with the files first: the graph takes them as they are.
     """
-    found = context.checkpoint.digest
     if plan.schema_digest != context.schema.digest:
         raise PlanError("the schema in the plan is not the one it was made for", fix="make a new plan for this schema")
-    if plan.source != found:
-        reason = f"was made for a source with digest {plan.source[:12]}, this one has {found[:12]}"
-        raise PlanError(f"the plan {reason}", where=context.checkpoint.label, fix="make a new one with `collapse plan`")
+    _require_source(plan, context.checkpoint)
     if plan.model_type != context.checkpoint.model_type:
         reason = f"the plan says model_type {plan.model_type!r}, config.json {context.checkpoint.model_type!r}"
         raise PlanError(reason, where=context.checkpoint.label, fix="make a new one with `collapse plan`")
     require_values(output_tensors(context.checkpoint, plan), values)
     return plan
+
+
+def _require_source(plan: Plan, checkpoint: Checkpoint) -> None:
+    if plan.source != checkpoint.digest:
+        reason = f"was made for a source with digest {plan.source[:12]}, this one has {checkpoint.digest[:12]}"
+        raise PlanError(f"the plan {reason}", where=checkpoint.label, fix="make a new one with `collapse plan`")
 
 
 def contrast(checkpoint: Checkpoint, seed: int) -> tuple[tuple[int, ...], ...]:
@@ -340,7 +346,8 @@ def _report(
         workload=context.schema.workload,
         divided=([*whole, text.vocab_size], [*whole, *fewer, rows]),
     )
-    return report.model_copy(update={"graph": graph, "search": path})
+    missed = unmet(context.budgets, path, plan.skipped, MOVES)
+    return report.model_copy(update={"graph": graph, "search": path, "unmet": missed})
 
 
 def _with_speed(

@@ -146,6 +146,7 @@ class Report(Record):
     tensor_parallel: TensorParallel
     modules: tuple[Module, ...] = ()
     notes: tuple[str, ...] = ()
+    unmet: tuple[str, ...] = Field(default=(), description="budgets that were not met, with the reasons")
     graph: GraphFigures | None = None
     decode_speed: DecodeSpeed | None = Field(default=None, description="where a budget asks for decode speed")
     search: SearchPath | None = Field(default=None, description="what a search under a budget went through")
@@ -276,7 +277,9 @@ def notes(plan: Plan, before: Figures, after: Figures) -> tuple[str, ...]:
     if any(map(is_free, plan.rewrites)):
         maps = len(plan.of_kind(StandIn))
         with_maps = f", with maps in place of {maps} modules" if maps else ""
-        found.append(f"The layout is free{with_maps}: only `collapse.load` loads it.")
+        found.append(
+            f"The layout is free{with_maps}: `collapse.load` loads it, plain transformers without collapse does not."
+        )
     found += [f"Not healed: {item.reason}." for item in plan.skipped if item.pass_name == "heal"]
     measured = sum(1 for rewrite in plan.rewrites if rewrite.evidence.grade == "measured")
     if measured:

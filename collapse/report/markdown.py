@@ -28,6 +28,7 @@ def to_markdown(report: Report) -> str:
         summary_table(report),
         *_graph(report.graph),
         sentence(report.decode_speed) if report.decode_speed else "",
+        *(f"> **{missed}**" for missed in report.unmet),
         *(f"> {note}" for note in report.notes),
         "## What was collapsed",
         *_rewrites(report.rewrites),

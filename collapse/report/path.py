@@ -19,7 +19,9 @@ def path_table(path: SearchPath) -> str:
         "from the products that go for others; KL is in nats a token. Choosing text led the search, "
         "held-out text judged points on the way; *at most* is a confidence bound from that. Empty: not judged."
     )
-    if any(point.taken for point in path.points):
+    if not any(point.taken for point in path.points):
+        notes += " None was taken."
+    else:
         notes += " Losses of the point that was taken are those before any healing."
     return f"{table(HEADER, [_row(point, path.before) for point in path.points])}\n\n{notes}"
 
