@@ -29,7 +29,6 @@ INTERRUPTED = 130  # as shells have it: 128 and the number of SIGINT
 HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
     name="collapse",
-    help="Dead-code elimination for language models: declare the inputs, erase what they cannot reach, prove it.",
     epilog="Exit codes: 0 done, 1 refuted, 2 bad input or nothing decided.",
     no_args_is_help=True,
     context_settings=HELP,
@@ -75,6 +74,23 @@ Sign = Annotated[
 Prompts = Annotated[int, typer.Option("--prompts", min=1, help="Greedy continuations to compare.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars, no table.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from collapse.manifest import versions
+
+        typer.echo(f"collapse {versions()['collapse']}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Dead-code elimination for language models: declare the inputs, erase what they cannot reach, prove it."""
 
 
 @app.command(

@@ -194,6 +194,11 @@ def test_documented_subcommands_exist() -> None:
     assert {name for name in wanted if not re.search(rf"\b{name}\b", helped.stdout)} == set()
 
 
+def test_the_command_says_its_version() -> None:
+    told = subprocess.run([sys.executable, "-m", "collapse", "--version"], capture_output=True, text=True, cwd=ROOT)
+    assert (told.returncode, told.stderr, told.stdout) == (0, "", f"collapse {metadata.version('collapse')}\n")
+
+
 def test_subcommands_are_read_from_the_blocks() -> None:
     text = (
         "collapse nothing\n```bash\ncollapse plan M  # collapse more\nscripts/demo\n```\n```bash\ncollapse export\n```"
