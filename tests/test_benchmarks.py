@@ -16,7 +16,9 @@ from benchmarks import collect, export, guard, readme_table, results
 from benchmarks.memory import PeakMemory
 from collapse.checkpoint import Checkpoint
 from collapse.errors import CollapseError
+from collapse.pipeline import make_plan
 from collapse.schema import InputSchema
+from tests.test_reference_export import REFERENCE
 from tests.tiny import plan_for
 
 REPORT: dict[str, Any] = {
@@ -225,3 +227,11 @@ def test_an_unknown_benchmark_is_refused() -> None:
     answer = subprocess.run([sys.executable, "-m", "benchmarks", "nosuch"], cwd=results.ROOT, capture_output=True)
     assert answer.returncode == 2
     assert b"scripts/bench NAME" in answer.stderr
+
+
+def test_the_record_of_the_reference_model_is_what_a_plan_finds_now() -> None:
+    """Its row of README's table: a change of the sample or of a pass makes the record old."""
+    (recorded,) = [one for one in results.load() if one.model == "reference"]
+    report = make_plan(REFERENCE, "log").report.to_json()
+    report["verified"] = {"status": "verified"}
+    assert results.Result.from_report(report, model="reference") == recorded
