@@ -138,24 +138,7 @@ def export(
     reviewed = Plan.load(plan) if plan else None
     values = load_values(reviewed, plan) if reviewed and plan else None
     searched = load_path(reviewed, plan) if reviewed and plan else None
-    options = _options(
-        corpus,
-        field,
-        stage,
-        placeholder,
-        threshold,
-        layout,
-        passes,
-        budget,
-        _healing(heal, heal_bf16, seed),
-        protect,
-        seed,
-        max_shard_size,
-        prompts,
-        sign,
-        searched,
-        cache=_cache(cache, no_cache),
-    )
+    options = _options(context, searched)
     watch = _watch(quiet)
     target = output or _default_output(model, schema)
     result = run(model, target, schema, options, plan=reviewed, values=values, force=force, watch=watch)
@@ -169,6 +152,7 @@ def export(
     epilog="Example: collapse plan MODEL --schema log --corpus logs/*.log -o plan.json",
 )
 def make(
+    context: typer.Context,
     model: Model,
     schema: Schema = "log",
     corpus: Corpus = None,
@@ -196,21 +180,7 @@ def make(
         reason = "is a directory" if output.is_dir() else "its directory does not exist"
         raise OutputError(f"cannot be written: {reason}", where=str(output), fix="name a file")
     watch = _watch(quiet)
-    healing = _healing(heal, heal_bf16, seed)
-    options = _options(
-        corpus,
-        field,
-        stage,
-        placeholder,
-        threshold,
-        layout,
-        passes,
-        budget,
-        healing,
-        protect,
-        seed,
-        cache=_cache(cache, no_cache),
-    )
+    options = _options(context)
     result = make_plan(model, schema, options, save=output, watch=watch)
     _tell(result, watch, as_json, quiet)
 
@@ -239,46 +209,33 @@ def _require_none_given(context: typer.Context, *names: str) -> None:
             raise PlanError("a reviewed plan is applied as it is", where=options[name], fix="make a new plan with it")
 
 
-def _options(
-    corpus: list[Path] | None,
-    field: str | None,
-    stage: str,
-    placeholder: bool,
-    threshold: float | None,
-    layout: str,
-    passes: list[str] | None,
-    budget: str | None,
-    heal: Settings | None,
-    protect: list[Path] | None,
-    seed: int,
-    max_shard_size: int | None = None,
-    prompts: int | None = None,
-    sign: Path | None = None,
-    searched: SearchPath | None = None,
-    *,
-    cache: Path | None,
-) -> Options:
+def _options(context: typer.Context, searched: SearchPath | None = None) -> Options:
+    """Return what `export` or `plan` was asked for; what the one of them has not is left at its default.
+
+    Paths are text in a context.
+    """
     from collapse.budget import parse_budgets
     from collapse.options import make_options
     from collapse.signing import load_private_key
 
+    given = context.params
     return make_options(
-        corpus=tuple(corpus or ()),
-        text_field=field,
-        stage=stage,
-        placeholder=placeholder,
-        threshold=threshold,
-        layout=layout,
-        passes=tuple(passes) if passes else None,
-        budgets=parse_budgets(budget) if budget is not None else None,
-        heal=heal,
-        protect=tuple(protect or ()),
-        seed=seed,
-        max_shard_size=max_shard_size,
-        prompts=prompts,
-        sign=load_private_key(sign) if sign else None,
+        corpus=tuple(map(Path, given["corpus"] or ())),
+        text_field=given["field"],
+        stage=given["stage"],
+        placeholder=given["placeholder"],
+        threshold=given["threshold"],
+        layout=given["layout"],
+        passes=tuple(given["passes"]) if given["passes"] else None,
+        budgets=parse_budgets(given["budget"]) if given["budget"] is not None else None,
+        heal=_healing(given["heal"], given["heal_bf16"], given["seed"]),
+        protect=tuple(map(Path, given["protect"] or ())),
+        seed=given["seed"],
+        max_shard_size=given.get("max_shard_size"),
+        prompts=given.get("prompts"),
+        sign=load_private_key(Path(given["sign"])) if given.get("sign") else None,
         searched=searched,
-        cache=cache,
+        cache=_cache(Path(given["cache"]) if given["cache"] else None, given["no_cache"]),
     )
 
 
