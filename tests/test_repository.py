@@ -293,6 +293,21 @@ def test_the_tables_of_other_methods_say_what_the_records_say() -> None:
     assert rows == 17
 
 
+def test_the_page_of_other_methods_says_what_text_of_the_domain_gives() -> None:
+    lines = (ROOT / "docs" / "peers.md").read_text().splitlines()
+    for text, record in (("logs", "peers-smollm2.json"), ("prose", "peers-smollm2-generic.json")):
+        cells = record_of(record)["cells"]
+        assert {one["calibrated_on"] for one in cells} - {"domain"} == ({"generic"} if text == "prose" else set())
+        found = {
+            one["share"]: one["scores"]
+            for one in cells
+            if one["method"] == "collapse-free" and one["evaluated_on"] == "in-domain"
+        }
+        row = [f"{found[share]['kl']:.3f}" for share in (0.1, 0.2, 0.3)]
+        row += [f"{100 * found[share]['confident_flips']:.1f} %" for share in (0.1, 0.2, 0.3)]
+        assert f"| {text} | {' | '.join(row)} |" in lines
+
+
 @pytest.mark.parametrize(
     ("record", "said"),
     [
@@ -327,7 +342,8 @@ def test_the_tables_of_finished_models_say_what_the_records_say() -> None:
         said = [f"{sizes['parameters'] / whole:.1%}", f"{losses['kl']:.3f}"]
         said += [f"{losses['regret']:.1%}", f"{losses['confident_flips']:.1%}"]
         assert [one.replace("%", " %") for one in said] in [row[1:] for row in rows]
-    for entry in told["entries"]:
+    later = [entry for entry in record_of("json-smollm2-20.json")["entries"] if entry["losses"]]
+    for entry in (*told["entries"], *later):
         shares = [
             f"{entry['shares'][name]:.1%}".replace("100.0%", "100%") for name in ("grammar", "matched", "balanced")
         ]
@@ -378,6 +394,12 @@ def test_the_tables_of_finished_models_say_what_the_records_say() -> None:
         said += [f"{losses['regret']:.1%} ({upper['regret']})"]
         said += [f"{losses['confident_flips']:.1%} ({upper['confident-flips']})"]
         assert [one.replace("%", " %") for one in said] in [row[1:] for row in rows] and not point["certified"]
+    eager, compiled = (one for one in record_of("decode-gemma3.json")["timings"] if one["name"] != "source")
+    said = [
+        f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        for ratio in (eager["ratio"], compiled["ratio"])
+    ]
+    assert f"{said[0]} eager, {said[1]} compiled, {eager['predicted_ratio']:.2f} predicted" in text
     scaling = record_of("scaling.json")["points"]
     seconds = [f"{one['cpu_seconds']:.0f}" for one in scaling if one["tokens"] == 32768]
     assert f"{seconds[0]}, {seconds[1]} and {seconds[2]} with 4, 8 and 16 layers" in text
