@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from collapse.analysis.config_cost import cost_of_config
@@ -13,6 +13,7 @@ from collapse.analysis.ties import config_as_loaded
 from collapse.analysis.token_use import Samples
 from collapse.analysis.traffic import element_bytes
 from collapse.auto import config_from
+from collapse.budget import parse_budget
 from collapse.canonical import dumps
 from collapse.checkpoint import DTYPE_BITS, Checkpoint
 from collapse.corpus import Split, builtin_corpus, read_corpus, related, split
@@ -124,6 +125,8 @@ def export(
     check_output(located(target), force, checkpoint.root)
     context = prepare(checkpoint, wanted, options, watch)
     if plan:
+        asked = options.searched.budgets if options.searched else ()  # those that led to the plan, not any of this run
+        context = replace(context, budgets=tuple(map(parse_budget, asked)))
         return _apply(context, checked(plan, context, values), values, options.searched, target, options, force, watch)
     with Computed() as computed:
         decided, walked = _decided(context, options, watch, computed)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from collapse import Options
+from collapse.budget import parse_budgets
+from collapse.pipeline import make_plan
+from collapse.plan import Narrow
 from collapse.search.fisher import DAMPING, Fisher, factor_of, information, silent
 from collapse.search.least_squares import eliminate, normal_equations, plain, pulled
+from tests.test_shrink import LOG, source_of
 
 WIDTH, WORDS = 4, 6
 
@@ -177,6 +184,30 @@ def broken() -> Bigram:
     model = Bigram()
     nn.init.constant_(model.head.weight, float("nan"))
     return model
+
+
+def test_a_search_chooses_by_the_metric_and_says_where_it_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In both layouts: other neurons go without it, and only then is there a reason."""
+    source = source_of("llama", tmp_path, num_hidden_layers=2)
+
+    def told(layout: Literal["native", "free"]) -> tuple[set[tuple[int, ...]], list[str]]:
+        options = Options(passes=("neurons",), budgets=parse_budgets("params=-1%"), layout=layout)
+        plan = make_plan(source, LOG, options).plan
+        return {tuple(one.kept) for one in plan.of_kind(Narrow)}, [one.reason for one in plan.skipped]
+
+    layouts: tuple[Literal["native", "free"], ...] = ("native", "free")
+    with_metric = [told(layout) for layout in layouts]
+
+    def no_way_back(*_: object) -> None:
+        raise RuntimeError("no way back")
+
+    monkeypatch.setattr("collapse.search.fisher.send_back", no_way_back)
+    for (kept, reasons), (plainly, why) in zip(with_metric, map(told, layouts), strict=True):
+        assert kept and plainly and kept != plainly
+        assert not any("no way back" in one for one in reasons)
+        assert "what goes is chosen as if all that a reader writes counted alike: no way back" in why
 
 
 def test_equal_seeds_give_equal_metrics() -> None:

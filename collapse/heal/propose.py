@@ -124,8 +124,7 @@ def enough(found: Tensor, option: str) -> Tensor:
 
 def _models(context: Context, plan: Plan, values: Values | None, settings: Settings) -> tuple[Pair, Names]:
     checkpoint, program, exact = context.checkpoint, context.program, exact_part(plan)
-    model, _ = context.loaded
-    weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    weights = _weights(context)
     source = collapsed_model(checkpoint, program, exact, weights)
     student = collapsed_model(checkpoint, program, plan, weights, values)
     theirs, ours = (
@@ -135,6 +134,12 @@ def _models(context: Context, plan: Plan, values: Values | None, settings: Setti
     parameters = {name for name, _ in student.named_parameters(remove_duplicate=False)}
     trained = frozenset(name for name, (origin, _) in ours.items() if origin in chosen and name in parameters)
     return Pair(source, student, trained, _blocks(context, theirs, ours)), ours
+
+
+def _weights(context: Context) -> dict[str, Tensor]:
+    """Return the source's parameters and buffers by their state-dict names."""
+    model, _ = context.loaded
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 def _blocks(context: Context, theirs: Names, ours: Names) -> tuple[tuple[str, str], ...]:
@@ -190,11 +195,9 @@ def _uncut(task: _Task) -> PreTrainedModel:
     narrow, exact = token_narrow(task.plan), exact_part(task.plan)
     if narrow is None:
         return task.pair.source
-    model, _ = task.context.loaded
-    weights = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     rest = tuple(one for one in exact.rewrites if one is not narrow)
     plan = exact.model_copy(update={"rewrites": rest})
-    return collapsed_model(task.context.checkpoint, task.context.program, plan, weights)
+    return collapsed_model(task.context.checkpoint, task.context.program, plan, _weights(task.context))
 
 
 def _evidence(task: _Task, before: Sequence[SequenceLoss], after: Sequence[SequenceLoss], figures: Figures) -> Evidence:

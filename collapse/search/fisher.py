@@ -51,12 +51,13 @@ class Fisher:
             return None
         try:
             found = information(self.model, self.paths, self.windows[:1], self.seed)
-        except (UnsupportedError, RuntimeError, NotImplementedError) as error:  # kernels without a way back raise those
+        except (UnsupportedError, RuntimeError) as error:  # kernels without a way back raise the latter
             if isinstance(error, torch.OutOfMemoryError) or "allocate" in str(error):
                 raise  # another time there may be memory, and other units would go
             return str(error).partition("\n")[0] or type(error).__name__
-        without = len(self.paths) - sum(factor_of(one) is not None for one in found.values())
-        return f"{without} of {len(self.paths)} readers get no gradients" if without else None
+        readers = set(self.paths)
+        without = len(readers) - sum(factor_of(one) is not None for one in found.values())
+        return f"{without} of {len(readers)} readers get no gradients" if without else None
 
     @cached_property
     def _factors(self) -> dict[str, Tensor]:
@@ -80,7 +81,7 @@ def information(
     sums: dict[str, Tensor] = {}
     with ExitStack() as stack:
         stack.enter_context(differentiable(model))
-        for path in paths:
+        for path in dict.fromkeys(paths):
             hook = model.get_submodule(path).register_forward_hook(partial(_listen, sums, path))
             stack.callback(hook.remove)
         for done, ids in enumerate(torch.split(windows, 1), 1):
