@@ -121,6 +121,20 @@ def test_the_graph_is_a_second_opinion(llama: Checkpoint, exported: Path) -> Non
     assert verdict.counterexample is not None and verdict.counterexample["check"] == "graph: prefill"
 
 
+def test_the_graph_may_differ_by_what_rounding_makes_of_the_source(
+    llama: Checkpoint, exported: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights that differ are found out all the same."""
+    program, ids = EagerProgram(exported), samples(KEPT, 20, 6)
+    wrong = program.weights | {"model.norm.weight": program.weights["model.norm.weight"] * 1.00001}
+    ways = ("graph: prefill", "graph and source: prefill", "graph: left padding", "graph and source: left padding")
+    for allowed, passed in ((0.0, False), (1.0, True)):
+        monkeypatch.setattr("collapse.verify.dynamic.rounding", lambda pieces, allowed=allowed: allowed)
+        verdict = verify(exported, llama, samples=ids, program=(program, wrong), settings=SMALL)
+        assert [check(verdict, way).passed for way in ways] == [passed] * 4
+        assert check(verdict, "graph: weights").passed is False
+
+
 def bias(stage: str, grade: str = "proved", **fields: object) -> ShortCircuit:
     evidence = Evidence(grade=grade, claim="c", method="m", figures=fields.pop("figures", {}))
     whole = {"pass": "dead-module", "site": "old", "evidence": evidence, "by": "zero", "tensors": ("old.bias",)}
