@@ -16,7 +16,8 @@ Shape = tuple[sympy.Expr, ...]
 BATCH, NEW = sympy.symbols("batch new", positive=True, integer=True)
 PAST = sympy.Symbol("past", nonnegative=True, integer=True)
 # The last rows of a prefill that are computed where one is needed. Products of fewer than four rows run in other CPU
-# kernels than those of many and round otherwise; four give the bits that the same row has among many.
+# kernels than those of many and round otherwise; four give the bits that the same row has among many, by AVX2 kernels
+# and widths of small models at least: by AVX-512, of 576 wide products, it takes sixteen.
 LAST = sympy.Symbol("last", positive=True, integer=True)
 LAST_ROWS = 4  # LAST is the smaller of this and NEW
 
