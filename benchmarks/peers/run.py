@@ -73,7 +73,9 @@ def bench_of(
     def calibration(split: Split) -> Calibration:
         tokens = (settings.calibration_tokens, settings.search_tokens)
         ids, search = (draw(split.calibration, tokenizer, count, seed=settings.seed).ids for count in tokens)
-        healing = draw(split.calibration, tokenizer, settings.healing_tokens, seed=settings.seed + 1).ids
+        healing = draw(
+            split.calibration, tokenizer, settings.healing_tokens, seed=settings.seed + 1, at_lines=False
+        ).ids  # what begins at lines alone has few first tokens, and these are what attention rests on
         return Calibration(model, structure, ids, search, healing)
 
     def reference(place: EvaluatedOn, vocabulary: Vocabulary | None) -> Reference:

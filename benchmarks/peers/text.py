@@ -97,12 +97,20 @@ def _sources(folder: Path, suffixes: tuple[str, ...]) -> tuple[Source, ...]:
     return tuple(Source(name, "\n".join(texts)) for name, texts in families.items())
 
 
-def draw(sources: Sequence[Source], tokenizer: Tokenizer, tokens: int, *, length: int = LENGTH, seed: int = 0) -> Rows:
+def draw(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    tokens: int,
+    *,
+    length: int = LENGTH,
+    seed: int = 0,
+    at_lines: bool = True,
+) -> Rows:
     """Return rows of `length` tokens, `tokens` together, from all sources alike.
 
-    Of more sources than rows some are drawn. Rows start at lines, spread over the source: one in each of as many equal
-    parts as the source has rows. Where they start does not depend on the tokenizer. Special tokens are added as the
-    tokenizer does. Raises `CollapseError` where the sources are too short.
+    Of more sources than rows some are drawn. Rows start at lines, or else anywhere, spread over the source: one in each
+    of as many equal parts as the source has rows. Where they start does not depend on the tokenizer. Special tokens are
+    added as the tokenizer does. Raises `CollapseError` where the sources are too short.
     """
     count, random = max(1, tokens // length), Random(f"peers {seed}")
     long = [source for source in sources if len(source.text) >= 2 * SPAN]
@@ -112,19 +120,19 @@ def draw(sources: Sequence[Source], tokenizer: Tokenizer, tokens: int, *, length
     rows: list[Sequence[int]] = []
     byte_count = 0
     for number, source in enumerate(chosen):
-        for start in _starts(source.text, len(range(number, count, len(chosen))), random):
+        for start in _starts(source.text, len(range(number, count, len(chosen))), random, at_lines):
             ids, size = _row(source, start, tokenizer, length)
             rows.append(ids)
             byte_count += size
     return Rows(torch.tensor(rows), byte_count)
 
 
-def _starts(text: str, count: int, random: Random) -> Iterable[int]:
+def _starts(text: str, count: int, random: Random, at_lines: bool) -> Iterable[int]:
     part = (len(text) - SPAN) / count
     for number in range(count):
         place = int(part * (number + random.random()))
         line = text.rfind("\n", 0, place) + 1
-        yield line if place - line < SPAN else place
+        yield line if at_lines and place - line < SPAN else place
 
 
 def _row(source: Source, start: int, tokenizer: Tokenizer, length: int) -> tuple[Sequence[int], int]:
