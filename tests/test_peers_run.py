@@ -132,6 +132,17 @@ def test_every_source_gives_as_many_rows(data: Path) -> None:
     assert [sum(part in source.text for part in found) for source in sources] == [2, 2, 2, 2]
 
 
+@pytest.mark.parametrize("at_lines", [True, False])
+def test_rows_begin_at_lines_or_anywhere(data: Path, at_lines: bool) -> None:
+    """A row that begins at a line has few first tokens; text to distil on should have many."""
+    sources = text.split_of("log", data).calibration[:4]
+    rows = text.draw(sources, tokenizer(), 16 * 256, at_lines=at_lines)
+    found = [tokenizer().decode(row.tolist()) for row in rows.ids]
+    whole = "\n" + "\n".join(source.text for source in sources)
+    begun = [f"\n{part}" in whole for part in found]
+    assert sum(begun) == 16 if at_lines else sum(begun) < 8
+
+
 def test_text_that_is_too_short_is_refused() -> None:
     with pytest.raises(CollapseError, match="no source has 8192 characters"):
         text.draw([text.Source("a", "short")], tokenizer(), 512)
