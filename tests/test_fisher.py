@@ -17,6 +17,7 @@ from collapse.pipeline import make_plan
 from collapse.plan import Narrow
 from collapse.search.fisher import DAMPING, Fisher, factor_of, information, silent
 from collapse.search.least_squares import eliminate, normal_equations, plain, pulled
+from tests.architectures import tiny_model
 from tests.test_shrink import LOG, source_of
 
 WIDTH, WORDS = 4, 6
@@ -41,6 +42,21 @@ class Bigram(nn.Module):
         return SimpleNamespace(logits=self.head(written))
 
 
+class Normed(Bigram):
+    """The same with a norm of what is written, of what `write` reads, or of the sum of both."""
+
+    def __init__(self, norm: nn.Module, where: Literal["behind", "before", "sum"]) -> None:
+        super().__init__()
+        self.norm, self.where = norm, where
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> SimpleNamespace:
+        given = self.embedding(input_ids)
+        written = self.write(self.norm(given) if self.where == "before" else given)
+        if self.where != "before":
+            written = self.norm(written + given if self.where == "sum" else written)
+        return SimpleNamespace(logits=self.head(written))
+
+
 def closed_form(model: Bigram, ids: Tensor) -> Tensor:
     """Return E[W^T (diag p - p p^T) W], the Fisher information of what goes into a softmax of W y."""
     p = model(ids, use_cache=False).logits.flatten(0, -2).softmax(-1)
@@ -55,7 +71,7 @@ def test_information_is_that_of_the_closed_form() -> None:
     found = information(model, ["write", "unread"], ids, 0)
     expected = closed_form(model, ids)
     assert found.keys() == {"write"}  # no logit depends on the other
-    assert (found["write"] - expected).norm() < 0.03 * expected.norm()  # 12,672 labels were drawn
+    assert (found["write"].information - expected).norm() < 0.03 * expected.norm()  # 12,672 labels were drawn
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     assert not model.write._forward_hooks and not model.embedding._forward_hooks
 
@@ -69,7 +85,7 @@ def test_half_of_it_is_the_divergence_of_a_small_error() -> None:
     model = LlamaForCausalLM(config).eval()
     path = "model.layers.1.mlp.down_proj"
     ids = torch.randint(0, 32, (256, 24))
-    found = information(model, [path], ids, 0)[path]
+    found = information(model, [path], ids, 0)[path].information
     likely, unlikely = (torch.linalg.eigh(found).eigenvectors[:, n] for n in (-1, 0))
     with torch.no_grad():
         before = model(ids).logits.log_softmax(-1)
@@ -86,6 +102,36 @@ def test_a_factor_gives_the_damped_metric_by_its_mean() -> None:
     factor = factor_of(some)
     assert factor is not None
     assert torch.allclose(factor @ factor.T, some / 3 + DAMPING * torch.eye(2), atol=1e-6)
+
+
+NORMS = (nn.RMSNorm(WIDTH, eps=1e-6), nn.LayerNorm(WIDTH))
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=["rms", "layer"])
+def test_there_is_no_metric_behind_a_norm(norm: nn.Module) -> None:
+    fisher = Fisher(Normed(norm, "behind"), ["write"], torch.arange(WORDS)[None], silent)  # type: ignore[arg-type]
+    assert fisher.reason == "what 1 of 1 readers write goes through a norm"
+    assert fisher.factor("write") is None
+
+
+@pytest.mark.parametrize("where", ["before", "sum"])
+@pytest.mark.parametrize("norm", NORMS, ids=["rms", "layer"])
+def test_a_norm_elsewhere_leaves_the_metric(norm: nn.Module, where: Literal["before", "sum"]) -> None:
+    fisher = Fisher(Normed(norm, where), ["write"], torch.arange(WORDS)[None], silent)  # type: ignore[arg-type]
+    assert fisher.reason is None
+    assert fisher.factor("write") is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "readers", "normed"),
+    [("gemma3_text", 6, True), ("gemma2", 4, True), ("olmo2", 4, True), ("llama", 6, False)],
+)
+def test_real_architectures_are_told_apart(kind: str, readers: int, normed: bool) -> None:
+    model = tiny_model(kind)
+    paths = [name for name, _ in model.named_modules() if name.endswith(("o_proj", "down_proj"))]
+    fisher = Fisher(model, paths, torch.arange(3, 40)[None], silent)
+    assert len(paths) == readers
+    assert fisher.reason == (f"what {readers} of {readers} readers write goes through a norm" if normed else None)
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
@@ -149,7 +195,7 @@ class Odd(Bigram):
 def test_what_is_changed_in_place_has_its_gradients() -> None:
     model, ids = Odd(), torch.arange(WORDS).repeat(64, 200 // WORDS)
     expected = closed_form(model, ids)
-    assert (information(model, ["write"], ids, 0)["write"] - expected).norm() < 0.03 * expected.norm()
+    assert (information(model, ["write"], ids, 0)["write"].information - expected).norm() < 0.03 * expected.norm()
 
 
 @pytest.mark.parametrize("model", [Odd(float("nan")), Bigram()])
@@ -212,5 +258,5 @@ def test_a_search_chooses_by_the_metric_and_says_where_it_cannot(
 
 def test_equal_seeds_give_equal_metrics() -> None:
     model, ids = Bigram(), torch.arange(WORDS).repeat(4, 2)
-    first, again, other = (information(model, ["write"], ids, seed)["write"] for seed in (0, 0, 1))
+    first, again, other = (information(model, ["write"], ids, seed)["write"].information for seed in (0, 0, 1))
     assert torch.equal(first, again) and not torch.equal(first, other)

@@ -4,6 +4,10 @@ The Fisher information of a module's output y is F = E[g g^T], g the gradient by
 mean over tokens. A small error e costs e^T F e / 2 nats, as a KL divergence (Amari, 1998). A residual of least squares
 that is measured by F counts what the logits will see of it. The fit itself is the same in every metric, as each output
 is solved for on its own; which inputs it can do without is not.
+
+That e and g know nothing of each other is assumed. Behind a norm they do: it divides by the size of y, so gradients are
+large at tokens where y is small, and so is what a fit leaves of it. Such a metric is worse than none: Gemma 3 270M with
+a tenth of its decoder gone lost 0.052 nats a token with it and 0.022 without, on logs. So there is none behind norms.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from transformers import PreTrainedModel
 from collapse.analysis.backward import differentiable, send_back
 from collapse.errors import UnsupportedError
 
+NORMED = 1e-5  # a cosine squared: where a norm takes what is written, its size does not matter and g is normal to y
 DAMPING = 0.01  # of the mean, on the diagonal: few tokens do not show every direction that matters
 
 Progress = Callable[[int, int], None]
@@ -30,8 +35,9 @@ Progress = Callable[[int, int], None]
 class Fisher:
     """Metrics of what the modules at `paths` write, on `windows`, token ids [n, tokens]; measured once asked for.
 
-    Where a model gives no gradients, `reason` says why, and there is no metric for any of them. That is settled on the
-    first window, so that it does not depend on what a search remembers and need not ask for.
+    Where a model gives no gradients, or a norm takes what a module writes, `reason` says so, and there is no metric for
+    any of them. That is settled on the first window, so that it does not depend on what a search remembers and need not
+    ask for.
     """
 
     model: PreTrainedModel
@@ -56,13 +62,16 @@ class Fisher:
                 raise  # another time there may be memory, and other units would go
             return str(error).partition("\n")[0] or type(error).__name__
         readers = set(self.paths)
-        without = len(readers) - sum(factor_of(one) is not None for one in found.values())
-        return f"{without} of {len(readers)} readers get no gradients" if without else None
+        without = len(readers) - sum(factor_of(one.information) is not None for one in found.values())
+        if without:
+            return f"{without} of {len(readers)} readers get no gradients"
+        normed = sum(one.normed for one in found.values())
+        return f"what {normed} of {len(readers)} readers write goes through a norm" if normed else None
 
     @cached_property
     def _factors(self) -> dict[str, Tensor]:
         gathered = information(self.model, self.paths, self.windows, self.seed, self.progress)
-        found = {path: factor_of(gathered.pop(path)) for path in list(gathered)}
+        found = {path: factor_of(gathered.pop(path).information) for path in list(gathered)}
         return {path: one for path, one in found.items() if one is not None}
 
 
@@ -70,15 +79,38 @@ def silent(_: int, __: int) -> None:
     """Tell nobody."""
 
 
+@dataclass
+class Seen:
+    """What gradients g by a module's output y told: the mean of g g^T, [out, out], and how far g is along y.
+
+    `radial` is the sum of (g y)^2 over tokens, `whole` that of |g|^2 |y|^2.
+    """
+
+    information: Tensor
+    radial: float = 0.0
+    whole: float = 0.0
+
+    @property
+    def normed(self) -> bool:
+        """Whether the size of what is written makes no difference, by Euler's theorem on homogeneous functions."""
+        return self.radial <= NORMED * self.whole
+
+    def add(self, output: Tensor, gradient: Tensor) -> None:
+        """Add the tokens of a window, unless a gradient is not finite."""
+        g, y = (one.flatten(0, -2).float() for one in (gradient, output))
+        product = g.T @ g
+        if bool(product.isfinite().all()):
+            self.information += product
+            self.radial += float((g * y).sum(-1).square().sum())
+            self.whole += float((g.square().sum(-1) * y.square().sum(-1)).sum())
+
+
 def information(
     model: nn.Module, paths: Sequence[str], windows: Tensor, seed: int, progress: Progress = silent
-) -> dict[str, Tensor]:
-    """Return the Fisher information [out, out] of what each module writes; none of one that no logit depends on.
-
-    Gradients that are not finite are left out.
-    """
+) -> dict[str, Seen]:
+    """Return the Fisher information of what each module writes; none of one that no logit depends on."""
     generator = torch.Generator().manual_seed(seed)
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, Seen] = {}
     with ExitStack() as stack:
         stack.enter_context(differentiable(model))
         for path in dict.fromkeys(paths):
@@ -87,23 +119,23 @@ def information(
         for done, ids in enumerate(torch.split(windows, 1), 1):
             send_back(model, ids, generator)
             progress(done, len(windows))
-    return {path: one / windows.numel() for path, one in sums.items()}
+    for one in sums.values():
+        one.information /= windows.numel()
+    return sums
 
 
-def _listen(sums: dict[str, Tensor], path: str, _: nn.Module, __: Any, output: Any) -> Any:
+def _listen(sums: dict[str, Seen], path: str, _: nn.Module, __: Any, output: Any) -> Any:
     first = output if isinstance(output, Tensor) else output[0]
     if not first.requires_grad:
         return output
     copy = first.clone()  # what is changed in place later would take its gradient along
-    copy.register_hook(partial(_add, sums, path))
+    copy.register_hook(partial(_add, sums, path, first.detach()))
     return copy if isinstance(output, Tensor) else (copy, *output[1:])
 
 
-def _add(sums: dict[str, Tensor], path: str, gradient: Tensor) -> None:
-    flat = gradient.flatten(0, -2).float()
-    product = flat.T @ flat
-    if bool(product.isfinite().all()):
-        sums[path] = sums[path] + product if path in sums else product
+def _add(sums: dict[str, Seen], path: str, output: Tensor, gradient: Tensor) -> None:
+    width = gradient.shape[-1]
+    sums.setdefault(path, Seen(torch.zeros(width, width, device=gradient.device))).add(output, gradient)
 
 
 def factor_of(information: Tensor) -> Tensor | None:
