@@ -16,7 +16,7 @@ from collapse.budget import parse_budgets
 from collapse.pipeline import make_plan
 from collapse.plan import Narrow
 from collapse.search.fisher import DAMPING, Fisher, factor_of, information, silent
-from collapse.search.least_squares import eliminate, normal_equations, plain, pulled
+from collapse.search.least_squares import Weighing, eliminate, normal_equations, plain, pulled
 from tests.architectures import tiny_model
 from tests.test_shrink import LOG, source_of
 
@@ -108,18 +108,29 @@ NORMS = (nn.RMSNorm(WIDTH, eps=1e-6), nn.LayerNorm(WIDTH))
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=["rms", "layer"])
-def test_there_is_no_metric_behind_a_norm(norm: nn.Module) -> None:
-    fisher = Fisher(Normed(norm, "behind"), ["write"], torch.arange(WORDS)[None], silent)  # type: ignore[arg-type]
-    assert fisher.reason == "what 1 of 1 readers write goes through a norm"
-    assert fisher.factor("write") is None
+def test_behind_a_norm_errors_count_by_the_size_of_what_is_written(norm: nn.Module) -> None:
+    """Of a smaller embedding the norm gives the same, gradients are larger, and the relative ones as they were."""
+    model, ids = Normed(norm, "behind"), torch.arange(WORDS)[None]
+    before = information(model, ["write"], ids, 0)["write"]
+    with torch.no_grad():
+        model.embedding.weight *= 3
+    after = information(model, ["write"], ids, 0)["write"]
+    assert before.normed and after.normed
+    torch.testing.assert_close(9 * after.information, before.information, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(after.relative, before.relative, rtol=1e-3, atol=1e-5)
+    weighing = Fisher(model, ["write"], ids, silent).weighing("write")  # type: ignore[arg-type]
+    assert weighing.relative and weighing.factor is not None
+    assert torch.equal(weighing.factor, factor_of(after.relative))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("where", ["before", "sum"])
 @pytest.mark.parametrize("norm", NORMS, ids=["rms", "layer"])
-def test_a_norm_elsewhere_leaves_the_metric(norm: nn.Module, where: Literal["before", "sum"]) -> None:
-    fisher = Fisher(Normed(norm, where), ["write"], torch.arange(WORDS)[None], silent)  # type: ignore[arg-type]
-    assert fisher.reason is None
-    assert fisher.factor("write") is not None
+def test_a_norm_elsewhere_changes_nothing(norm: nn.Module, where: Literal["before", "sum"]) -> None:
+    model, ids = Normed(norm, where), torch.arange(WORDS)[None]
+    weighing = Fisher(model, ["write"], ids, silent).weighing("write")  # type: ignore[arg-type]
+    assert not weighing.relative
+    expected = factor_of(information(model, ["write"], ids, 0)["write"].information)
+    assert torch.equal(weighing.factor, expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -131,7 +142,16 @@ def test_real_architectures_are_told_apart(kind: str, readers: int, normed: bool
     paths = [name for name, _ in model.named_modules() if name.endswith(("o_proj", "down_proj"))]
     fisher = Fisher(model, paths, torch.arange(3, 40)[None], silent)
     assert len(paths) == readers
-    assert fisher.reason == (f"what {readers} of {readers} readers write goes through a norm" if normed else None)
+    assert {fisher.weighing(path).relative for path in paths} == {normed}
+
+
+def test_rows_count_by_the_size_of_what_is_written() -> None:
+    inputs, outputs = torch.ones(2, 3), torch.tensor([[3.0, 3.0], [0.0, 0.0]])
+    ((x, y),) = Weighing(relative=True).rows([(inputs, outputs)])
+    torch.testing.assert_close(x, torch.tensor([[1 / 3] * 3, [1e3] * 3]))  # the floor is the root of a norm's epsilon
+    torch.testing.assert_close(y, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+    ((x, y),) = Weighing().rows([(inputs, outputs)])
+    assert x is inputs and y is outputs
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
@@ -173,9 +193,9 @@ def test_a_model_without_a_way_back_has_no_metric_and_says_why() -> None:
 
     for model, reason in ((OneWay(), "does not require grad"), (broken(), "not all finite")):
         fisher = Fisher(model, ["write"], torch.zeros(1, 4, dtype=torch.long), silent)  # type: ignore[arg-type]
-        assert fisher.factor("write") is None
+        assert fisher.weighing("write") == Weighing()
         assert fisher.reason is not None and reason in fisher.reason
-    assert plain("write") is None
+    assert plain("write") == Weighing()
 
 
 class Odd(Bigram):
@@ -203,7 +223,7 @@ def test_one_reader_without_gradients_leaves_all_without_a_metric(model: Bigram)
     paths = ["write", "head"] if isinstance(model, Odd) else ["write", "unread"]
     fisher = Fisher(model, paths, torch.zeros(2, 4, dtype=torch.long), silent)  # type: ignore[arg-type]
     assert fisher.reason == "1 of 2 readers get no gradients"
-    assert [fisher.factor(path) for path in paths] == [None, None]
+    assert [fisher.weighing(path) for path in paths] == [Weighing()] * 2
 
 
 def test_want_of_memory_is_no_reason_to_choose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +233,7 @@ def test_want_of_memory_is_no_reason_to_choose_otherwise(monkeypatch: pytest.Mon
     monkeypatch.setattr("collapse.search.fisher.send_back", full)
     fisher = Fisher(Bigram(), ["write"], torch.zeros(1, 4, dtype=torch.long), silent)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="allocate"):
-        fisher.factor("write")
+        fisher.weighing("write")
 
 
 def test_an_error_in_the_progress_is_no_reason_to_choose_otherwise() -> None:
@@ -222,7 +242,7 @@ def test_an_error_in_the_progress_is_no_reason_to_choose_otherwise() -> None:
 
     fisher = Fisher(Bigram(), ["write"], torch.zeros(1, 4, dtype=torch.long), broken_bar)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="broke"):
-        fisher.factor("write")
+        fisher.weighing("write")
 
 
 def broken() -> Bigram:

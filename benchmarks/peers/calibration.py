@@ -56,7 +56,7 @@ class Calibration:
     def trials(self) -> tuple[Trial, ...]:
         """What the units of each block cost alone: fitted to a row in four, measured on a quarter of other rows."""
         units = self.structure.units
-        tries = Trials(self.model, self.structure.layers, units, *self._tried_on, metric=self.fisher.factor)
+        tries = Trials(self.model, self.structure.layers, units, *self._tried_on, metric=self.fisher.weighing)
         return tries.run(lambda done, of: None)
 
     @cached_property

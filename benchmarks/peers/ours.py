@@ -52,7 +52,7 @@ def _sweep(calibration: Calibration, places: Sequence[Place] = ()) -> Sweep:
     structure = calibration.structure
     return Sweep(
         calibration.model, structure.layers, structure.units, calibration.fitting, places=places,
-        metric=calibration.fisher.factor,
+        metric=calibration.fisher.weighing,
     )  # fmt: skip
 
 

@@ -169,12 +169,12 @@ class Task:
         if movable:
             fitting, unwritten = _with_written(context, model, texts.fitting, memory, moves[0])
         fisher = _fisher(context, model, units, fitting)
-        sweep = Sweep(model, layers, units, fitting, places=places.found, dtypes=dtypes, metric=fisher.factor)
+        sweep = Sweep(model, layers, units, fitting, places=places.found, dtypes=dtypes, metric=fisher.weighing)
         choosing = Judge.of(runs, texts.choosing)
         walk: Walk | FreeWalk
         if context.layout == "free":
             some = fitting[::FIT_EVERY], texts.choosing[::TRY_EVERY]
-            trials = Trials(model, layers, units, *some, metric=fisher.factor)
+            trials = Trials(model, layers, units, *some, metric=fisher.weighing)
             maps = MapTrials(model, layers, kinds, *some)
             walk = FreeWalk(sweep, choosing, prices, units, trials, maps, places.attentions, context.progress, memory)
         else:

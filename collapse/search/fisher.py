@@ -6,8 +6,9 @@ that is measured by F counts what the logits will see of it. The fit itself is t
 is solved for on its own; which inputs it can do without is not.
 
 That e and g know nothing of each other is assumed. Behind a norm they do: it divides by the size of y, so gradients are
-large at tokens where y is small, and so is what a fit leaves of it. Such a metric is worse than none: Gemma 3 270M with
-a tenth of its decoder gone lost 0.052 nats a token with it and 0.022 without, on logs. So there is none behind norms.
+large at tokens where y is small, and errors are where it is large. There both are taken by that size: g times it, and
+e divided by it. Gemma 3 270M with a tenth of its decoder gone lost 0.052 nats a token on logs without that, 0.022
+without a metric, and 0.020 so.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 
 from collapse.analysis.backward import differentiable, send_back
 from collapse.errors import UnsupportedError
+from collapse.search.least_squares import Weighing
 
 NORMED = 1e-5  # a cosine squared: where a norm takes what is written, its size does not matter and g is normal to y
 DAMPING = 0.01  # of the mean, on the diagonal: few tokens do not show every direction that matters
@@ -35,9 +37,8 @@ Progress = Callable[[int, int], None]
 class Fisher:
     """Metrics of what the modules at `paths` write, on `windows`, token ids [n, tokens]; measured once asked for.
 
-    Where a model gives no gradients, or a norm takes what a module writes, `reason` says so, and there is no metric for
-    any of them. That is settled on the first window, so that it does not depend on what a search remembers and need not
-    ask for.
+    Where a model gives no gradients, `reason` says why, and there is no metric for any of them. That is settled on the
+    first window, so that it does not depend on what a search remembers and need not ask for.
     """
 
     model: PreTrainedModel
@@ -46,9 +47,9 @@ class Fisher:
     progress: Progress
     seed: int = 0
 
-    def factor(self, path: str) -> Tensor | None:
-        """Return L [out, out] with F = L L^T, so that the row e costs |e L|^2 / 2; None without a metric."""
-        return None if self.reason else self._factors[path]
+    def weighing(self, path: str) -> Weighing:
+        """Return L [out, out] with F = L L^T, so that the row e costs |e L|^2 / 2, and whether behind a norm."""
+        return Weighing() if self.reason else self._weighings[path]
 
     @cached_property
     def reason(self) -> str | None:
@@ -63,16 +64,12 @@ class Fisher:
             return str(error).partition("\n")[0] or type(error).__name__
         readers = set(self.paths)
         without = len(readers) - sum(factor_of(one.information) is not None for one in found.values())
-        if without:
-            return f"{without} of {len(readers)} readers get no gradients"
-        normed = sum(one.normed for one in found.values())
-        return f"what {normed} of {len(readers)} readers write goes through a norm" if normed else None
+        return f"{without} of {len(readers)} readers get no gradients" if without else None
 
     @cached_property
-    def _factors(self) -> dict[str, Tensor]:
+    def _weighings(self) -> dict[str, Weighing]:
         gathered = information(self.model, self.paths, self.windows, self.seed, self.progress)
-        found = {path: factor_of(gathered.pop(path).information) for path in list(gathered)}
-        return {path: one for path, one in found.items() if one is not None}
+        return {path: gathered.pop(path).weighing for path in list(gathered)}
 
 
 def silent(_: int, __: int) -> None:
@@ -81,12 +78,17 @@ def silent(_: int, __: int) -> None:
 
 @dataclass
 class Seen:
-    """What gradients g by a module's output y told: the mean of g g^T, [out, out], and how far g is along y.
+    """What gradients g by a module's output y told.
 
-    `radial` is the sum of (g y)^2 over tokens, `whole` that of |g|^2 |y|^2.
+    Attributes:
+        information: the mean of g g^T, [out, out].
+        relative: the same of g times the root of the mean square of y.
+        radial: the sum of (g y)^2 over tokens.
+        whole: that of |g|^2 |y|^2.
     """
 
     information: Tensor
+    relative: Tensor
     radial: float = 0.0
     whole: float = 0.0
 
@@ -95,12 +97,19 @@ class Seen:
         """Whether the size of what is written makes no difference, by Euler's theorem on homogeneous functions."""
         return self.radial <= NORMED * self.whole
 
+    @property
+    def weighing(self) -> Weighing:
+        """How errors in what the module writes count."""
+        return Weighing(factor_of(self.relative if self.normed else self.information), self.normed)
+
     def add(self, output: Tensor, gradient: Tensor) -> None:
         """Add the tokens of a window, unless a gradient is not finite."""
         g, y = (one.flatten(0, -2).float() for one in (gradient, output))
         product = g.T @ g
         if bool(product.isfinite().all()):
             self.information += product
+            sized = g * y.square().mean(-1, keepdim=True).sqrt()
+            self.relative += sized.T @ sized
             self.radial += float((g * y).sum(-1).square().sum())
             self.whole += float((g.square().sum(-1) * y.square().sum(-1)).sum())
 
@@ -121,6 +130,7 @@ def information(
             progress(done, len(windows))
     for one in sums.values():
         one.information /= windows.numel()
+        one.relative /= windows.numel()
     return sums
 
 
@@ -134,8 +144,9 @@ def _listen(sums: dict[str, Seen], path: str, _: nn.Module, __: Any, output: Any
 
 
 def _add(sums: dict[str, Seen], path: str, output: Tensor, gradient: Tensor) -> None:
-    width = gradient.shape[-1]
-    sums.setdefault(path, Seen(torch.zeros(width, width, device=gradient.device))).add(output, gradient)
+    if path not in sums:
+        sums[path] = Seen(*torch.zeros(2, gradient.shape[-1], gradient.shape[-1], device=gradient.device))
+    sums[path].add(output, gradient)
 
 
 def factor_of(information: Tensor) -> Tensor | None:

@@ -19,11 +19,39 @@ FLOOR = 1e-4  # of the mean energy, so that an input that is never used keeps th
 ROUNDS = 24  # of elimination: what goes in one round is judged together, before the rest is solved again
 
 
-Metric = Callable[[str], Tensor | None]  # the factor of the metric of what the module at a path writes
+EPS = 1e-6  # beside the mean square of what is written, as norms have it
+
+Pair = tuple[Tensor, Tensor]
 
 
-def plain(_: str) -> None:
-    """Return no metric: all that a module writes counts alike."""
+@dataclass(frozen=True)
+class Weighing:
+    """How errors in what a module writes count.
+
+    Attributes:
+        factor: L [out, out] of the metric L L^T of an error; without one all outputs count alike.
+        relative: an error counts by the size of what is written at its token, as it does behind a norm.
+    """
+
+    factor: Tensor | None = None
+    relative: bool = False
+
+    def rows(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """Yield inputs [..., in] and outputs [..., out] so that the errors of all tokens count alike."""
+        for inputs, outputs in pairs:
+            if self.relative:
+                size = (outputs.float().square().mean(-1, keepdim=True) + EPS).sqrt()
+                yield inputs / size, outputs / size
+            else:
+                yield inputs, outputs
+
+
+Metric = Callable[[str], Weighing]  # by the path of the module that writes
+
+
+def plain(_: str) -> Weighing:
+    """Let all that a module writes count alike."""
+    return Weighing()
 
 
 @dataclass(frozen=True)
@@ -43,7 +71,7 @@ class Normal:
         return self if factor is None else Normal(self.gram, self.cross @ factor.double())
 
 
-def normal_equations(pairs: Iterable[tuple[Tensor, Tensor]]) -> Normal:
+def normal_equations(pairs: Iterable[Pair]) -> Normal:
     """Add up tokens given as pairs of inputs [..., in] and outputs [..., out]; one pair at least."""
     gram: Tensor | None = None
     cross: Tensor | None = None

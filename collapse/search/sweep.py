@@ -3,8 +3,8 @@
 Two residual streams go through the model side by side: the source's, and that of the model as it is smaller so far.
 In every block the reader of the units (of KV groups, then of neurons) is fitted to write what the source's stream lacks
 in the smaller one, so that it makes up for its own loss and for those before it. Behind a norm (Gemma's) there is no
-such sum, and the reader is fitted to what the source's writes. Where a map stands in for a sublayer, it is fitted in
-the same way, to what enters the sublayer in the smaller model.
+such sum, and the reader is fitted to what the source's writes, errors by the size of that. Where a map stands in for a
+sublayer, it is fitted in the same way, to what enters the sublayer in the smaller model.
 """
 
 from __future__ import annotations
@@ -214,12 +214,13 @@ class _Block:
     def _refit(self, units: Units, size: int, inputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> list[Tensor]:
         """Choose the units that stay, fit their reader, and return what it now writes."""
         reader = Reader.of(self.state.smaller, units)
-        pairs = ((reader.extended(x), y) for x, y in zip(inputs, wanted, strict=True))
+        weighing = self.state.metric(units.reader)
+        pairs = weighing.rows((reader.extended(x), y) for x, y in zip(inputs, wanted, strict=True))
         normal = pulled(normal_equations(pairs), reader.matrix, self.state.ridge)
         parts = [tuple(units.columns([unit])) for unit in range(units.size)]
         kept = tuple(range(units.size))
         if size < units.size:
-            kept = eliminate(normal.seen_by(self.state.metric(units.reader)), parts, size)
+            kept = eliminate(normal.seen_by(weighing.factor), parts, size)
         columns = torch.tensor([*units.columns(kept), *range(reader.inputs, reader.matrix.shape[1])])
         matrix = self.state.rounded(units.reader, normal.solve(columns))
         if size < units.size:

@@ -65,7 +65,7 @@ class Trials:
 
     def _tried(self, alone: Alone, units: Units, normal: Normal) -> Iterator[float]:
         parts = [tuple(units.columns([unit])) for unit in range(units.size)]
-        for kept in eliminations(normal.seen_by(self.metric(units.reader)), parts, sizes_of(units)):
+        for kept in eliminations(normal.seen_by(self.metric(units.reader).factor), parts, sizes_of(units)):
             yield alone.kl(self._narrowed(units, normal, kept), units.block)
 
     def _normals(self) -> Iterator[tuple[Units, Normal]]:
@@ -76,7 +76,7 @@ class Trials:
             paths.setdefault(one.block, []).append(one.reader)
         for path, pairs in readings(self.model, self.layers, self.fitting, paths):
             units, reader = by_reader[path], Reader.of(self.model, by_reader[path])
-            extended = ((reader.extended(x), y) for x, y in pairs)
+            extended = self.metric(path).rows((reader.extended(x), y) for x, y in pairs)
             yield units, pulled(normal_equations(extended), reader.matrix, self.ridge)
 
     def _narrowed(self, units: Units, normal: Normal, kept: Sequence[int]) -> PreTrainedModel:
