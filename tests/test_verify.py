@@ -135,6 +135,18 @@ def test_the_graph_may_differ_by_what_rounding_makes_of_the_source(
         assert check(verdict, "graph: weights").passed is False
 
 
+def test_the_output_may_differ_by_what_rounding_makes_of_the_source(
+    llama: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewrite = bias("erase", "measured", figures={"tolerance": 1e-6}, config={"rms_norm_eps": 0.01})
+    out = export(llama, plan_for(llama, rewrite), tmp_path / "out").root
+    ways = ("logits: prefill", "logits: cache", "logits: left padding")
+    for allowed, passed in ((0.0, False), (1.0, True)):
+        monkeypatch.setattr("collapse.verify.dynamic.rounding", lambda pieces, allowed=allowed: allowed)
+        verdict = verify(out, llama, samples=samples(range(VOCABULARY), 12, 6), settings=SMALL)
+        assert [check(verdict, way).passed for way in ways] == [passed] * 3
+
+
 def bias(stage: str, grade: str = "proved", **fields: object) -> ShortCircuit:
     evidence = Evidence(grade=grade, claim="c", method="m", figures=fields.pop("figures", {}))
     whole = {"pass": "dead-module", "site": "old", "evidence": evidence, "by": "zero", "tensors": ("old.bias",)}

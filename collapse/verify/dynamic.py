@@ -155,22 +155,22 @@ def _against_source(
     job: Job, before: Observation, after: Observation, plan: Plan, columns: list[int] | None
 ) -> list[Finding]:
     ids = columns or list(range(before.full[0].shape[1]))
-    tolerance = _tolerance(plan)
+    own, theirs = list(piecewise(job, after)), list(piecewise(job, before))
+    tolerance = _tolerance(plan).rounded(rounding(theirs))
     findings = [compare_logits("logits: prefill", full_blocks(job, before, after), tolerance, ids)]
     if before.cached or after.cached:
-        findings.append(_cached(job, before, after, plan, ids))
+        findings.append(_cached(job, before, after, tolerance, ids))
     findings.append(compare_logits("logits: left padding", padded_blocks(job, before, after), tolerance, ids))
-    own, theirs = list(piecewise(job, after)), list(piecewise(job, before))
     findings.append(compare_pieces("cache and padding", own, theirs))
     findings.append(_greedy("greedy", before, after, tolerance, ids))
     return findings
 
 
-def _cached(job: Job, before: Observation, after: Observation, plan: Plan, ids: list[int]) -> Finding:
+def _cached(job: Job, before: Observation, after: Observation, tolerance: Tolerance, ids: list[int]) -> Finding:
     blocks = cached_blocks(job, before, after)
     if not blocks:
         return Check(name="logits: cache", passed=False, detail="only one of both models has a cache"), None
-    return compare_logits("logits: cache", blocks, _tolerance(plan), ids)
+    return compare_logits("logits: cache", blocks, tolerance, ids)
 
 
 def _greedy(name: str, before: Observation, after: Observation, tolerance: Tolerance, ids: list[int]) -> Finding:
