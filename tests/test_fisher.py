@@ -15,8 +15,12 @@ from collapse import Options
 from collapse.budget import parse_budgets
 from collapse.pipeline import make_plan
 from collapse.plan import Narrow
+from collapse.search.alone import readings
 from collapse.search.fisher import DAMPING, Fisher, factor_of, information, silent
 from collapse.search.least_squares import Weighing, eliminate, normal_equations, plain, pulled
+from collapse.search.sweep import Sweep
+from collapse.search.trials import Trials
+from tests import peer_models
 from tests.architectures import tiny_model
 from tests.test_shrink import LOG, source_of
 
@@ -152,6 +156,34 @@ def test_rows_count_by_the_size_of_what_is_written() -> None:
     torch.testing.assert_close(y, torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
     ((x, y),) = Weighing().rows([(inputs, outputs)])
     assert x is inputs and y is outputs
+
+
+def test_sweeps_fit_with_the_rows_that_count_by_size() -> None:
+    """The first feed-forward of a Gemma, whose input is the source's own, against the equations themselves."""
+    source, parts, ids = peer_models.model("gemma3_text"), peer_models.structure("gemma3_text"), peer_models.ids()
+    units = next(one for one in parts.units if one.kind == "neurons")
+    ((_, pairs),) = readings(source, parts.layers, ids, {units.block: [units.reader]})
+    weight = source.get_submodule(units.reader).weight.detach()
+    found = {}
+    for weighing in (Weighing(), Weighing(relative=True)):
+        sweep = Sweep(source, parts.layers, parts.units, ids, metric=lambda _, weighing=weighing: weighing)
+        swept = sweep.run({units: units.size - 4}, (), lambda done, of: None)
+        normal = pulled(normal_equations(weighing.rows(pairs)), weight)
+        kept = eliminate(normal, [[unit] for unit in range(units.size)], units.size - 4)
+        assert swept.kept[units] == kept
+        found[weighing.relative] = swept.weights[f"{units.reader}.weight"]
+        torch.testing.assert_close(found[weighing.relative], normal.solve(torch.tensor(kept)).float())
+    assert not torch.equal(found[True], found[False])
+
+
+def test_trials_fit_with_the_rows_that_count_by_size() -> None:
+    source, parts, ids = peer_models.model("gemma3_text"), peer_models.structure("gemma3_text"), peer_models.ids()
+    costs = [
+        Trials(source, parts.layers, parts.units, ids, ids, metric=lambda _, one=one: one).run(lambda done, of: None)
+        for one in (Weighing(), Weighing(), Weighing(relative=True))
+    ]
+    assert costs[0] == costs[1]
+    assert costs[0] != costs[2]
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])

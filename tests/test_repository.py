@@ -293,6 +293,16 @@ def test_the_tables_of_other_methods_say_what_the_records_say() -> None:
     assert rows == 14
 
 
+def test_the_page_of_other_methods_says_what_healing_gives() -> None:
+    kl = kl_of("peers-smollm2.json")
+    less = [
+        100 * (1 - kl["collapse-healed", n, "in-domain"] / kl["collapse-free", n, "in-domain"]) for n in (0.1, 0.2, 0.3)
+    ]
+    assert abs(less[0]) < 0.5
+    said = f"makes nothing better at 10 %, {less[1]:.0f} % at 20 % and {less[2]:.0f} % at 30 %"
+    assert said in " ".join((ROOT / "docs" / "peers.md").read_text().split())
+
+
 def test_the_page_of_other_methods_says_what_text_of_the_domain_gives() -> None:
     lines = (ROOT / "docs" / "peers.md").read_text().splitlines()
     for text, record in (("logs", "peers-smollm2.json"), ("prose", "peers-smollm2-generic.json")):
